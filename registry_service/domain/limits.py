@@ -1,0 +1,65 @@
+"""Every limit of the project, in one table, each with its unit in the name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# Files and documents
+SAFETENSORS_HEADER_BYTES: Final = 1 * MIB
+CONFIG_BYTES: Final = 64 * KIB
+BASE_CONFIG_BYTES: Final = 256 * KIB
+DECLARATION_BYTES: Final = 32 * KIB
+MANIFEST_BYTES: Final = 256 * KIB
+CATALOG_BYTES: Final = 32 * MIB
+DOC_BYTES: Final = 1 * MIB
+TOKENIZER_FILE_BYTES: Final = 64 * MIB
+WEIGHT_BYTES: Final = 4 * GIB
+ADAPTER_FILES: Final = 32
+JSON_DEPTH: Final = 32
+
+# Tensors
+TENSORS: Final = 20_000
+TENSOR_NAME_CHARS: Final = 512
+TENSOR_DIMS: Final = 8
+RANK: Final = 512
+ALPHA: Final = 65_536
+TARGETS: Final = 1_024
+CATALOG_MODULES: Final = 200_000
+
+# Names and text
+NAME_CHARS: Final = 63
+SUBJECT_CHARS: Final = 128
+REASON_CHARS: Final = 1_000
+SHOWN_CHARS: Final = 160
+
+# Requests, uploads, tokens and leases
+REQUEST_BODY_BYTES: Final = 48 * MIB
+REPORT_BYTES: Final = 8 * MIB
+REPORT_FINDINGS: Final = 5_000
+UPLOAD_AGE_SECONDS: Final = 24 * 3600
+UPLOAD_RESERVE_STEP_BYTES: Final = 16 * MIB
+BLOB_LEASE_SECONDS: Final = 24 * 3600
+TENANT_QUOTA_BYTES: Final = 100 * GIB
+PAGE_ROWS: Final = 200
+PAGE_ROWS_DEFAULT: Final = 50
+JOB_LEASE_SECONDS: Final = 30
+JOB_ATTEMPTS: Final = 3
+NODE_LEASE_SECONDS: Final = 15
+FEED_WAIT_SECONDS: Final = 25
+TOKEN_TTL_SECONDS: Final = 90 * 24 * 3600
+ROUTING_CONTEXT_SECONDS: Final = 60
+VERDICT_SECONDS: Final = 30 * 24 * 3600
+
+# A validation child
+CHILD_CPU_SECONDS: Final = 600
+CHILD_WALL_SECONDS: Final = 900
+CHILD_ADDRESS_BYTES: Final = 64 * GIB
+CHILD_RESULT_BYTES: Final = REPORT_BYTES
+
+# A serving node
+PROMPT_TOKENS: Final = 8_192
+NEW_TOKENS: Final = 4_096
