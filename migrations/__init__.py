@@ -1,0 +1,1 @@
+"""Alembic migrations; they run as the owner role only."""

@@ -1,0 +1,8 @@
+"""Alembic environment: the connection is handed in by ``registry_service.store.migrate``."""
+
+from alembic import context
+
+connection = context.config.attributes["connection"]
+context.configure(connection=connection, transaction_per_migration=True)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,18 @@
+"""The first schema: tables, moves and transitions, row-level security and grants."""
+
+from pathlib import Path
+
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+
+def upgrade() -> None:
+    sql = (Path(__file__).parent / "0001_first.sql").read_text(encoding="utf-8")
+    # Without parameters psycopg sends the text as it is: percent signs stay percent signs.
+    op.get_bind().connection.dbapi_connection.execute(sql)
+
+
+def downgrade() -> None:
+    raise NotImplementedError("the first schema is not taken back; restore a backup instead")

@@ -1,0 +1,442 @@
+-- The whole schema as it stands. Migrations lead to the same; a test compares the two catalogs.
+-- Roles are made before: registry_owner owns everything, registry_app serves requests inside one
+-- tenant, registry_system claims jobs and numbers events, registry_auditor only reads, everywhere.
+
+CREATE TABLE tenant (
+    id             uuid        PRIMARY KEY,
+    name           text        NOT NULL UNIQUE,
+    state          text        NOT NULL CHECK (state IN ('ACTIVE', 'SUSPENDED')),
+    quota_bytes    bigint      NOT NULL CHECK (quota_bytes >= 0),
+    stored_bytes   bigint      NOT NULL DEFAULT 0 CHECK (stored_bytes >= 0),
+    reserved_bytes bigint      NOT NULL DEFAULT 0 CHECK (reserved_bytes >= 0),
+    created_at     timestamptz NOT NULL
+);
+-- What belongs to no tenant (bases, nodes) has its events and tokens under this one.
+INSERT INTO tenant (id, name, state, quota_bytes, created_at)
+VALUES ('00000000-0000-0000-0000-000000000000', 'platform', 'ACTIVE', 0, now());
+
+CREATE TABLE token (
+    tenant_id  uuid        NOT NULL REFERENCES tenant (id),
+    id         uuid        NOT NULL,
+    hash       bytea       NOT NULL UNIQUE CHECK (length(hash) = 32),
+    subject    text        NOT NULL,
+    role       text        NOT NULL CHECK (role IN ('publisher', 'reviewer', 'operator', 'validator',
+                                                    'node', 'gateway', 'auditor', 'admin')),
+    created_at timestamptz NOT NULL,
+    created_by text        NOT NULL,
+    expires_at timestamptz NOT NULL,
+    revoked_at timestamptz,
+    PRIMARY KEY (tenant_id, id),
+    CHECK (role <> 'publisher' OR tenant_id <> '00000000-0000-0000-0000-000000000000'),
+    CHECK (role NOT IN ('validator', 'node', 'admin')
+           OR tenant_id = '00000000-0000-0000-0000-000000000000')
+);
+
+CREATE TABLE base (
+    digest               text        PRIMARY KEY,
+    name                 text        NOT NULL UNIQUE,
+    manifest             bytea       NOT NULL,
+    tokenizer_digest     text        NOT NULL,
+    chat_template_digest text        NOT NULL,
+    quantization         text        NOT NULL,
+    state                text        NOT NULL CHECK (state IN ('PENDING', 'USABLE', 'CONFLICTED')),
+    catalog_digest       text,
+    statement            bytea,
+    created_at           timestamptz NOT NULL,
+    created_by           text        NOT NULL,
+    CHECK ((state = 'USABLE') = (catalog_digest IS NOT NULL AND statement IS NOT NULL))
+);
+
+CREATE TABLE base_file (
+    base_digest text   NOT NULL REFERENCES base (digest),
+    path        text   NOT NULL,
+    kind        text   NOT NULL CHECK (kind IN ('file', 'header')),
+    digest      text   NOT NULL,
+    content     bytea  NOT NULL,
+    PRIMARY KEY (base_digest, path)
+);
+
+CREATE TABLE base_catalog (
+    base_digest    text        NOT NULL REFERENCES base (digest),
+    worker         text        NOT NULL,
+    catalog_digest text        NOT NULL,
+    content        bytea       NOT NULL,
+    created_at     timestamptz NOT NULL,
+    PRIMARY KEY (base_digest, worker)
+);
+
+CREATE TABLE base_grant (
+    tenant_id   uuid        NOT NULL REFERENCES tenant (id),
+    base_digest text        NOT NULL REFERENCES base (digest),
+    created_at  timestamptz NOT NULL,
+    created_by  text        NOT NULL,
+    PRIMARY KEY (tenant_id, base_digest)
+);
+
+-- Events are committed unnumbered with the change they record; the sequencer sets the position.
+CREATE TABLE event (
+    tenant_id uuid        NOT NULL REFERENCES tenant (id),
+    id        uuid        NOT NULL,
+    kind      text        NOT NULL,
+    subject   text        NOT NULL,
+    actor     text        NOT NULL,
+    at        timestamptz NOT NULL,
+    body      jsonb       NOT NULL,
+    position  bigint      UNIQUE CHECK (position >= 1),
+    PRIMARY KEY (tenant_id, id)
+);
+CREATE INDEX event_unnumbered ON event (at, id) WHERE position IS NULL;
+CREATE INDEX event_subject ON event (subject, position);
+
+CREATE TABLE adapter (
+    tenant_id  uuid        NOT NULL REFERENCES tenant (id),
+    name       text        NOT NULL,
+    created_at timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, name)
+);
+
+CREATE TABLE adapter_grant (
+    tenant_id  uuid        NOT NULL,
+    adapter    text        NOT NULL,
+    subject    text        NOT NULL,
+    epoch      bigint      NOT NULL CHECK (epoch >= 1),
+    active     boolean     NOT NULL,
+    updated_at timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, adapter, subject),
+    FOREIGN KEY (tenant_id, adapter) REFERENCES adapter (tenant_id, name)
+);
+
+CREATE TABLE blob (
+    tenant_id   uuid        NOT NULL REFERENCES tenant (id),
+    digest      text        NOT NULL,
+    size        bigint      NOT NULL CHECK (size >= 0),
+    lease_until timestamptz NOT NULL,
+    created_at  timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, digest)
+);
+
+CREATE TABLE upload (
+    tenant_id      uuid        NOT NULL REFERENCES tenant (id),
+    id             uuid        NOT NULL,
+    adapter        text        NOT NULL,
+    reserved_bytes bigint      NOT NULL CHECK (reserved_bytes >= 0),
+    created_at     timestamptz NOT NULL,
+    expires_at     timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, id)
+);
+
+CREATE TABLE transition (
+    from_state text NOT NULL,
+    event      text NOT NULL,
+    to_state   text NOT NULL,
+    PRIMARY KEY (from_state, event, to_state)
+);
+-- 'created' is the root of every chain of moves, so that no first move needs a null.
+INSERT INTO transition (from_state, event, to_state) VALUES
+    ('NEW', 'created', 'NEW'),
+    ('NEW', 'submitted', 'SCANNING'),
+    ('SCANNING', 'scan_passed', 'VALIDATING'),
+    ('SCANNING', 'scan_failed', 'REJECTED'),
+    ('SCANNING', 'scan_lost', 'STALLED'),
+    ('VALIDATING', 'validation_passed', 'IN_REVIEW'),
+    ('VALIDATING', 'validation_failed', 'REJECTED'),
+    ('VALIDATING', 'validation_lost', 'STALLED'),
+    ('STALLED', 'requeued', 'SCANNING'),
+    ('REJECTED', 'reopened', 'SCANNING'),
+    ('IN_REVIEW', 'approved', 'APPROVED'),
+    ('IN_REVIEW', 'rejected', 'REJECTED'),
+    ('IN_REVIEW', 'withdrawn', 'REJECTED'),
+    ('APPROVED', 'revoked', 'REVOKING'),
+    ('IN_REVIEW', 'revoked', 'REVOKING'),
+    ('STALLED', 'revoked', 'REVOKING'),
+    ('VALIDATING', 'revoked', 'REVOKING'),
+    ('SCANNING', 'revoked', 'REVOKING'),
+    ('REVOKING', 'drained', 'REVOKED');
+
+CREATE TABLE artifact (
+    tenant_id    uuid        NOT NULL,
+    digest       text        NOT NULL,
+    adapter      text        NOT NULL,
+    base_digest  text        NOT NULL,
+    manifest     bytea       NOT NULL,
+    declaration  jsonb       NOT NULL,
+    publisher    text        NOT NULL,
+    bytes        bigint      NOT NULL CHECK (bytes >= 0),
+    state        text        NOT NULL,
+    revision     integer     NOT NULL,
+    submitted_at timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, digest),
+    UNIQUE (tenant_id, adapter, digest),
+    FOREIGN KEY (tenant_id, adapter) REFERENCES adapter (tenant_id, name)
+);
+CREATE INDEX artifact_state ON artifact (state, submitted_at);
+
+CREATE TABLE move (
+    tenant_id         uuid        NOT NULL,
+    artifact_digest   text        NOT NULL,
+    revision          integer     NOT NULL,
+    previous_revision integer     NOT NULL,
+    from_state        text        NOT NULL,
+    event             text        NOT NULL,
+    to_state          text        NOT NULL,
+    actor             text        NOT NULL,
+    reason            text        NOT NULL,
+    event_id          uuid        NOT NULL,
+    at                timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest, revision),
+    UNIQUE (tenant_id, artifact_digest, revision, to_state),
+    UNIQUE (tenant_id, event_id),
+    CHECK ((revision = 0 AND previous_revision = 0 AND event = 'created')
+           OR (revision >= 1 AND previous_revision = revision - 1 AND event <> 'created')),
+    FOREIGN KEY (from_state, event, to_state) REFERENCES transition (from_state, event, to_state),
+    FOREIGN KEY (tenant_id, artifact_digest, previous_revision, from_state)
+        REFERENCES move (tenant_id, artifact_digest, revision, to_state),
+    FOREIGN KEY (tenant_id, event_id) REFERENCES event (tenant_id, id),
+    CONSTRAINT move_artifact_fkey FOREIGN KEY (tenant_id, artifact_digest)
+        REFERENCES artifact (tenant_id, digest) DEFERRABLE INITIALLY DEFERRED
+);
+ALTER TABLE artifact ADD CONSTRAINT artifact_last_move_fkey
+    FOREIGN KEY (tenant_id, digest, revision, state)
+    REFERENCES move (tenant_id, artifact_digest, revision, to_state)
+    DEFERRABLE INITIALLY DEFERRED;
+
+-- The foreign key alone would let a row go back to an older move.
+CREATE FUNCTION artifact_moves_forward() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.revision <> OLD.revision + 1 THEN
+        RAISE EXCEPTION 'artifact %: revision % cannot follow %', OLD.digest, NEW.revision,
+            OLD.revision USING ERRCODE = 'integrity_constraint_violation';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER artifact_moves_forward BEFORE UPDATE ON artifact
+    FOR EACH ROW EXECUTE FUNCTION artifact_moves_forward();
+
+CREATE TABLE artifact_blob (
+    tenant_id       uuid   NOT NULL,
+    artifact_digest text   NOT NULL,
+    path            text   NOT NULL,
+    blob_digest     text   NOT NULL,
+    size            bigint NOT NULL,
+    media_type      text   NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest, path),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest),
+    FOREIGN KEY (tenant_id, blob_digest) REFERENCES blob (tenant_id, digest)
+);
+CREATE INDEX artifact_blob_digest ON artifact_blob (tenant_id, blob_digest);
+
+CREATE TABLE report (
+    tenant_id       uuid        NOT NULL,
+    id              uuid        NOT NULL,
+    artifact_digest text        NOT NULL,
+    stage           text        NOT NULL CHECK (stage IN ('scan', 'validate')),
+    attempt         integer     NOT NULL,
+    worker          text        NOT NULL,
+    verdict         text        NOT NULL CHECK (verdict IN ('pass', 'refuse')),
+    digest          text        NOT NULL,
+    content         jsonb       NOT NULL,
+    created_at      timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, id),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest)
+);
+CREATE INDEX report_artifact ON report (tenant_id, artifact_digest, created_at);
+
+CREATE TABLE review (
+    tenant_id       uuid        NOT NULL,
+    artifact_digest text        NOT NULL,
+    revision        integer     NOT NULL,
+    reviewer        text        NOT NULL,
+    decision        text        NOT NULL CHECK (decision IN ('approve', 'reject')),
+    reason          text        NOT NULL,
+    at              timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest, revision, reviewer),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest)
+);
+
+CREATE TABLE verdict (
+    tenant_id       uuid        NOT NULL,
+    artifact_digest text        NOT NULL,
+    base_digest     text        NOT NULL REFERENCES base (digest),
+    envelope        bytea       NOT NULL,
+    policy_digest   text        NOT NULL,
+    not_after       timestamptz NOT NULL,
+    event_id        uuid        NOT NULL,
+    created_at      timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest, base_digest),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest),
+    FOREIGN KEY (tenant_id, event_id) REFERENCES event (tenant_id, id)
+);
+
+-- Version labels and aliases share one namespace.
+CREATE TABLE tag (
+    tenant_id       uuid        NOT NULL,
+    adapter         text        NOT NULL,
+    name            text        NOT NULL,
+    kind            text        NOT NULL CHECK (kind IN ('label', 'alias')),
+    artifact_digest text        NOT NULL,
+    base_digest     text        NOT NULL,
+    generation      bigint      NOT NULL CHECK (generation >= 1),
+    actor           text        NOT NULL,
+    updated_at      timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, adapter, name),
+    FOREIGN KEY (tenant_id, adapter, artifact_digest)
+        REFERENCES artifact (tenant_id, adapter, digest)
+);
+CREATE INDEX tag_artifact ON tag (tenant_id, artifact_digest);
+
+CREATE FUNCTION tag_moves() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF OLD.kind = 'label' THEN
+        RAISE EXCEPTION 'label % never moves', OLD.name
+            USING ERRCODE = 'integrity_constraint_violation';
+    END IF;
+    IF NEW.generation <> OLD.generation + 1 OR NEW.kind <> OLD.kind THEN
+        RAISE EXCEPTION 'alias %: generation % cannot follow %', OLD.name, NEW.generation,
+            OLD.generation USING ERRCODE = 'integrity_constraint_violation';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER tag_moves BEFORE UPDATE ON tag FOR EACH ROW EXECUTE FUNCTION tag_moves();
+
+CREATE TABLE alias_move (
+    tenant_id       uuid        NOT NULL,
+    adapter         text        NOT NULL,
+    alias           text        NOT NULL,
+    generation      bigint      NOT NULL,
+    previous_digest text,
+    artifact_digest text        NOT NULL,
+    base_digest     text        NOT NULL,
+    actor           text        NOT NULL,
+    reason          text        NOT NULL,
+    event_id        uuid        NOT NULL,
+    at              timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, adapter, alias, generation),
+    FOREIGN KEY (tenant_id, adapter, alias) REFERENCES tag (tenant_id, adapter, name),
+    FOREIGN KEY (tenant_id, event_id) REFERENCES event (tenant_id, id)
+);
+
+CREATE TABLE job (
+    tenant_id    uuid        NOT NULL REFERENCES tenant (id),
+    id           uuid        NOT NULL UNIQUE,
+    kind         text        NOT NULL CHECK (kind IN ('scan', 'validate', 'catalog')),
+    subject      text        NOT NULL,
+    adapter      text        NOT NULL,
+    base_digest  text        NOT NULL,
+    state        text        NOT NULL CHECK (state IN ('QUEUED', 'RUNNING', 'DONE', 'DEAD')),
+    lease        integer     NOT NULL DEFAULT 0,
+    lease_until  timestamptz NOT NULL,
+    attempt      integer     NOT NULL DEFAULT 0,
+    max_attempts integer     NOT NULL,
+    worker       text        NOT NULL DEFAULT '',
+    fault        text        NOT NULL DEFAULT '',
+    created_at   timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, id),
+    CHECK (attempt <= max_attempts)
+);
+CREATE UNIQUE INDEX job_open ON job (tenant_id, kind, subject) WHERE state IN ('QUEUED', 'RUNNING');
+CREATE INDEX job_claimable ON job (created_at) WHERE state IN ('QUEUED', 'RUNNING');
+
+CREATE TABLE node (
+    name           text        PRIMARY KEY,
+    subject        text        NOT NULL,
+    url            text        NOT NULL,
+    base_digest    text        NOT NULL REFERENCES base (digest),
+    catalog_digest text        NOT NULL,
+    feed_index     bigint      NOT NULL DEFAULT 0,
+    residents      jsonb       NOT NULL DEFAULT '[]',
+    registered_at  timestamptz NOT NULL,
+    last_seen_at   timestamptz NOT NULL,
+    lease_until    timestamptz NOT NULL
+);
+
+CREATE TABLE revocation (
+    tenant_id        uuid        NOT NULL,
+    artifact_digest  text        NOT NULL,
+    base_digest      text        NOT NULL,
+    reason           text        NOT NULL,
+    actor            text        NOT NULL,
+    deadline_seconds integer,
+    at               timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest)
+);
+
+CREATE TABLE revocation_node (
+    tenant_id       uuid NOT NULL,
+    artifact_digest text NOT NULL,
+    node            text NOT NULL REFERENCES node (name),
+    acknowledged_at timestamptz,
+    freed_bytes     bigint,
+    purged_blocks   bigint,
+    PRIMARY KEY (tenant_id, artifact_digest, node),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES revocation (tenant_id, artifact_digest)
+);
+
+-- Row-level security: the app role sees the tenant of its transaction and nothing else.
+DO $$
+DECLARE name text;
+BEGIN
+    FOREACH name IN ARRAY ARRAY['token', 'base_grant', 'event', 'adapter', 'adapter_grant', 'blob',
+        'upload', 'artifact', 'move', 'artifact_blob', 'report', 'review', 'verdict', 'tag',
+        'alias_move', 'job', 'revocation', 'revocation_node']
+    LOOP
+        EXECUTE format('ALTER TABLE %I ENABLE ROW LEVEL SECURITY', name);
+        EXECUTE format('ALTER TABLE %I FORCE ROW LEVEL SECURITY', name);
+        EXECUTE format('CREATE POLICY tenant_only ON %I TO registry_app USING '
+            || '(tenant_id = nullif(current_setting(''app.tenant'', true), '''')::uuid)', name);
+        EXECUTE format('CREATE POLICY auditor_reads ON %I FOR SELECT TO registry_auditor '
+            || 'USING (true)', name);
+    END LOOP;
+    FOREACH name IN ARRAY ARRAY['event', 'job', 'artifact', 'revocation', 'revocation_node',
+        'upload', 'blob', 'artifact_blob']
+    LOOP
+        EXECUTE format('CREATE POLICY system_all ON %I TO registry_system USING (true)', name);
+    END LOOP;
+END $$;
+CREATE POLICY owner_authenticates ON token FOR SELECT TO registry_owner USING (true);
+
+-- The tenant of a token is not known before the token is: one look-up, and no more than that.
+CREATE FUNCTION token_authenticate(token_hash bytea)
+RETURNS TABLE (id uuid, subject text, role text, tenant_id uuid, tenant text, tenant_state text,
+               expires_at timestamptz, revoked_at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public AS $$
+    SELECT k.id, k.subject, k.role, k.tenant_id, t.name, t.state, k.expires_at, k.revoked_at
+    FROM public.token k JOIN public.tenant t ON t.id = k.tenant_id
+    WHERE k.hash = token_hash
+$$;
+REVOKE ALL ON FUNCTION token_authenticate(bytea) FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION token_authenticate(bytea) TO registry_app;
+
+GRANT USAGE ON SCHEMA public TO registry_app, registry_system, registry_auditor;
+
+GRANT SELECT, INSERT, UPDATE ON tenant TO registry_app;
+GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, revoked_at),
+    INSERT, UPDATE (revoked_at) ON token TO registry_app;
+GRANT SELECT, INSERT ON base TO registry_app;
+GRANT UPDATE (state, catalog_digest, statement) ON base TO registry_app;
+GRANT SELECT, INSERT ON base_file, base_catalog, base_grant TO registry_app;
+GRANT SELECT, INSERT ON event, adapter, transition, move, artifact_blob, report, review,
+    alias_move, revocation TO registry_app;
+REVOKE INSERT ON transition FROM registry_app;
+GRANT SELECT, INSERT, UPDATE ON adapter_grant TO registry_app;
+GRANT SELECT, INSERT, UPDATE (lease_until), DELETE ON blob TO registry_app;
+GRANT SELECT, INSERT, UPDATE (reserved_bytes), DELETE ON upload TO registry_app;
+GRANT SELECT, INSERT, UPDATE (state, revision) ON artifact TO registry_app;
+GRANT SELECT, INSERT, UPDATE ON verdict TO registry_app;
+GRANT SELECT, INSERT, UPDATE (artifact_digest, base_digest, generation, actor, updated_at)
+    ON tag TO registry_app;
+GRANT SELECT, INSERT, UPDATE (state, lease_until, fault) ON job TO registry_app;
+GRANT SELECT, INSERT, UPDATE ON node TO registry_app;
+GRANT SELECT, INSERT, UPDATE (acknowledged_at, freed_bytes, purged_blocks) ON revocation_node
+    TO registry_app;
+
+GRANT SELECT, UPDATE (position) ON event TO registry_system;
+GRANT SELECT, UPDATE (state, lease, lease_until, attempt, worker) ON job TO registry_system;
+GRANT SELECT ON tenant, artifact, revocation, revocation_node, node, upload, blob, artifact_blob
+    TO registry_system;
+
+GRANT SELECT ON tenant, base, base_file, base_catalog, base_grant, event, adapter, adapter_grant,
+    transition, artifact, move, artifact_blob, report, review, verdict, tag, alias_move, job, node,
+    revocation, revocation_node TO registry_auditor;
+GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, revoked_at)
+    ON token TO registry_auditor;
