@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import migrations
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, Connection, make_url
+
+import migrations
 
 OWNER: Final = "registry_owner"
 APP: Final = "registry_app"
@@ -36,9 +37,7 @@ def migrate(superuser_url: str) -> None:
     engine = create_engine(driver_url(superuser_url))
     try:
         with engine.connect() as connection:
-            connection.execute(
-                text("SELECT pg_advisory_lock(:lock)"), {"lock": _ADVISORY_LOCK}
-            )
+            connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _ADVISORY_LOCK})
             try:
                 _roles_create(connection)
                 _schema_upgrade(connection)

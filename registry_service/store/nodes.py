@@ -1,0 +1,255 @@
+"""Serving nodes and what is outstanding of each revocation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from registry_service.domain import limits
+from registry_service.domain.errors import NotFoundError
+from registry_service.store.artifacts import ArtifactRow
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One serving node. It is LIVE while its heartbeat lease runs."""
+
+    name: str
+    subject: str
+    url: str
+    base_digest: str
+    catalog_digest: str
+    feed_index: int
+    residents: list[dict[str, Any]]
+    registered_at: datetime
+    last_seen_at: datetime
+    lease_until: datetime
+
+
+_UPSERT = text(
+    "INSERT INTO node (name, subject, url, base_digest, catalog_digest, registered_at, "
+    "last_seen_at, lease_until) VALUES (:name, :subject, :url, :base, :catalog, :at, :at, "
+    ":at + make_interval(secs => :lease)) ON CONFLICT (name) DO UPDATE SET url = :url, "
+    "base_digest = :base, catalog_digest = :catalog, registered_at = :at, last_seen_at = :at, "
+    "lease_until = EXCLUDED.lease_until WHERE node.subject = :subject RETURNING name"
+)
+
+
+def node_upsert(
+    session: Session,
+    *,
+    name: str,
+    subject: str,
+    url: str,
+    base_digest: str,
+    catalog_digest: str,
+    at: datetime,
+) -> bool:
+    """Register a node; False when the name belongs to another subject."""
+    values = {
+        "name": name,
+        "subject": subject,
+        "url": url,
+        "base": base_digest,
+        "catalog": catalog_digest,
+        "at": at,
+        "lease": limits.NODE_LEASE_SECONDS,
+    }
+    return session.execute(_UPSERT, values).scalar_one_or_none() is not None
+
+
+def node_get(session: Session, name: str) -> NodeRow:
+    """One node.
+
+    Raises:
+        NotFoundError: no such node.
+    """
+    row = session.execute(text("SELECT * FROM node WHERE name = :name"), {"name": name})
+    found = row.one_or_none()
+    if found is None:
+        raise NotFoundError("not found")
+    return NodeRow(**found._mapping)
+
+
+def node_renew(
+    session: Session, name: str, *, feed_index: int, residents: list[dict[str, Any]], at: datetime
+) -> None:
+    """Renew a node's lease and keep what it reports."""
+    session.execute(
+        text(
+            "UPDATE node SET feed_index = :feed_index, residents = CAST(:residents AS jsonb), "
+            "last_seen_at = :at, lease_until = :at + make_interval(secs => :lease) "
+            "WHERE name = :name"
+        ),
+        {
+            "feed_index": feed_index,
+            "residents": json.dumps(residents),
+            "at": at,
+            "lease": limits.NODE_LEASE_SECONDS,
+            "name": name,
+        },
+    )
+
+
+def node_page(session: Session, *, after: str, limit: int) -> list[NodeRow]:
+    """Nodes by name, after a name."""
+    rows = session.execute(
+        text("SELECT * FROM node WHERE name > :after ORDER BY name LIMIT :limit"),
+        {"after": after, "limit": limit},
+    )
+    return [NodeRow(**row._mapping) for row in rows]
+
+
+def revocation_insert(
+    session: Session,
+    artifact: ArtifactRow,
+    *,
+    reason: str,
+    actor: str,
+    deadline_seconds: int | None,
+    at: datetime,
+) -> None:
+    """Record a revocation and, as outstanding, every live node of the artifact's base."""
+    values = {
+        "tenant_id": artifact.tenant_id,
+        "digest": artifact.digest,
+        "base": artifact.base_digest,
+        "reason": reason,
+        "actor": actor,
+        "deadline": deadline_seconds,
+        "at": at,
+    }
+    session.execute(
+        text(
+            "INSERT INTO revocation (tenant_id, artifact_digest, base_digest, reason, actor, "
+            "deadline_seconds, at) VALUES (:tenant_id, :digest, :base, :reason, :actor, "
+            ":deadline, :at)"
+        ),
+        values,
+    )
+    session.execute(
+        text(
+            "INSERT INTO revocation_node (tenant_id, artifact_digest, node) "
+            "SELECT :tenant_id, :digest, name FROM node WHERE base_digest = :base "
+            "AND lease_until > :at"
+        ),
+        values,
+    )
+
+
+def revocation_show(session: Session, tenant_id: UUID, digest: str) -> dict[str, Any] | None:
+    """A revocation with its nodes in wire form, or None."""
+    values = {"tenant_id": tenant_id, "digest": digest}
+    row = session.execute(
+        text(
+            "SELECT r.artifact_digest, a.state, r.reason, r.actor, r.at, r.deadline_seconds "
+            "FROM revocation r JOIN artifact a ON a.tenant_id = r.tenant_id "
+            "AND a.digest = r.artifact_digest "
+            "WHERE r.tenant_id = :tenant_id AND r.artifact_digest = :digest"
+        ),
+        values,
+    ).one_or_none()
+    if row is None:
+        return None
+    nodes = session.execute(
+        text(
+            "SELECT node, acknowledged_at, freed_bytes FROM revocation_node "
+            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest ORDER BY node"
+        ),
+        values,
+    )
+    return {
+        "adapterDigest": row.artifact_digest,
+        "state": row.state,
+        "reason": row.reason,
+        "actor": row.actor,
+        "at": row.at,
+        "deadlineSeconds": row.deadline_seconds,
+        "nodes": [
+            {"node": n.node, "acknowledgedAt": n.acknowledged_at, "freedBytes": n.freed_bytes}
+            for n in nodes
+        ],
+    }
+
+
+def revocation_acknowledge(
+    session: Session,
+    *,
+    tenant_id: UUID,
+    digest: str,
+    node: str,
+    freed_bytes: int,
+    purged_blocks: int,
+    at: datetime,
+) -> bool:
+    """Record a node's acknowledgement; False when it was not outstanding there."""
+    done = session.execute(
+        text(
+            "UPDATE revocation_node SET acknowledged_at = :at, freed_bytes = :freed, "
+            "purged_blocks = :purged WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
+            "AND node = :node AND acknowledged_at IS NULL"
+        ),
+        {
+            "at": at,
+            "freed": freed_bytes,
+            "purged": purged_blocks,
+            "tenant_id": tenant_id,
+            "digest": digest,
+            "node": node,
+        },
+    )
+    return bool(done.rowcount)  # type: ignore[attr-defined]
+
+
+_OUTSTANDING = (
+    "SELECT 1 FROM revocation_node o JOIN node n ON n.name = o.node "
+    "WHERE o.tenant_id = r.tenant_id AND o.artifact_digest = r.artifact_digest "
+    "AND o.acknowledged_at IS NULL AND n.lease_until > now()"
+)
+
+
+def revocation_outstanding(session: Session, tenant_id: UUID, digest: str) -> bool:
+    """True while a node with a running lease has not acknowledged."""
+    return bool(
+        session.execute(
+            text(
+                f"SELECT EXISTS ({_OUTSTANDING}) FROM revocation r "
+                "WHERE r.tenant_id = :tenant_id AND r.artifact_digest = :digest"
+            ),
+            {"tenant_id": tenant_id, "digest": digest},
+        ).scalar_one()
+    )
+
+
+def revocations_drained(session: Session) -> list[Any]:
+    """Revocations (tenant_id, artifact_digest) in REVOKING that no live node holds up."""
+    return list(
+        session.execute(
+            text(
+                "SELECT r.tenant_id, r.artifact_digest FROM revocation r JOIN artifact a "
+                "ON a.tenant_id = r.tenant_id AND a.digest = r.artifact_digest "
+                f"WHERE a.state = 'REVOKING' AND NOT EXISTS ({_OUTSTANDING})"
+            )
+        )
+    )
+
+
+def revocations_of_node(session: Session, node: NodeRow) -> list[Any]:
+    """What a node still has to acknowledge: (tenant_id, artifact_digest, deadline_seconds)."""
+    return list(
+        session.execute(
+            text(
+                "SELECT o.tenant_id, o.artifact_digest, r.deadline_seconds FROM revocation_node o "
+                "JOIN revocation r ON r.tenant_id = o.tenant_id "
+                "AND r.artifact_digest = o.artifact_digest "
+                "WHERE o.node = :node AND o.acknowledged_at IS NULL ORDER BY r.at"
+            ),
+            {"node": node.name},
+        )
+    )
