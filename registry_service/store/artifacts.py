@@ -103,9 +103,13 @@ def artifact_insert(
     declaration: dict[str, Any],
     publisher: str,
     files: Sequence[FileEntry],
+    config: FileEntry,
     at: datetime,
 ) -> bool:
-    """Create the artifact in NEW with the root of its moves; False when it already exists."""
+    """Create the artifact in NEW with the root of its moves; False when it already exists.
+
+    ``config`` is the manifest's config blob; it is kept beside the files under an empty path.
+    """
     created = session.execute(
         _INSERT,
         {
@@ -122,7 +126,7 @@ def artifact_insert(
     )
     if not created.rowcount:  # type: ignore[attr-defined]
         return False
-    for file in files:
+    for file in (*files, config):
         session.execute(
             _INSERT_FILE,
             {
@@ -213,7 +217,8 @@ def artifact_files(session: Session, tenant_id: UUID, digest: str) -> list[FileE
     rows = session.execute(
         text(
             "SELECT path, blob_digest, size, media_type FROM artifact_blob "
-            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest ORDER BY path"
+            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest AND path <> '' "
+            "ORDER BY path"
         ),
         {"tenant_id": tenant_id, "digest": digest},
     )

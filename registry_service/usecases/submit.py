@@ -17,7 +17,7 @@ from registry_service.domain.errors import (
     RefusedError,
 )
 from registry_service.domain.lifecycle import Event
-from registry_service.domain.manifest import Manifest, manifest_parse
+from registry_service.domain.manifest import CONFIG_MEDIA_TYPE, FileEntry, Manifest, manifest_parse
 from registry_service.domain.names import adapter_name, tag_name
 from registry_service.domain.roles import Principal
 from registry_service.store.artifacts import (
@@ -99,6 +99,7 @@ def _submit(
         declaration=json.loads(declaration.to_bytes()),
         publisher=principal.subject,
         files=manifest.files,
+        config=FileEntry("", manifest.config_digest, manifest.config_size, CONFIG_MEDIA_TYPE),
         at=now,
     ):
         return

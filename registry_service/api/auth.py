@@ -1,0 +1,73 @@
+"""Who is asking: a token as Bearer, or as the password of Basic for OCI clients."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from registry_service.domain.errors import ForbiddenError, UnauthenticatedError
+from registry_service.domain.roles import Principal, Role
+from registry_service.usecases.context import Context
+from registry_service.usecases.tenants import authenticate
+
+_MAX_HEADER = 2_000
+
+
+def request_context(request: Request) -> Context:
+    """The parts that ``app`` gave to this service."""
+    context: Context = request.app.state.context
+    return context
+
+
+Parts = Annotated[Context, Depends(request_context)]
+
+
+def token_of(request: Request) -> str:
+    """The token in the request's Authorization header.
+
+    Raises:
+        UnauthenticatedError: none, or in another form.
+    """
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    if len(value) > _MAX_HEADER:
+        raise UnauthenticatedError("expected a token, got an Authorization header over its limit")
+    if scheme.lower() == "bearer" and value:
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            pair = base64.b64decode(value, validate=True).decode("utf-8")
+        except (binascii.Error, UnicodeDecodeError):
+            pair = ""
+        _, colon, password = pair.partition(":")
+        if colon and password:
+            return password
+    raise UnauthenticatedError("expected 'Authorization: Bearer <token>', got none")
+
+
+def allow(*roles: Role) -> Any:
+    """A dependency: the caller's principal, when its role is one of ``roles``.
+
+    Raises (at request time):
+        UnauthenticatedError: no valid token. ForbiddenError: another role.
+    """
+    allowed = frozenset(roles)
+
+    def principal(request: Request) -> Principal:
+        found = authenticate(request_context(request), token_of(request))
+        if found.role not in allowed:
+            raise ForbiddenError(
+                f"expected a token with role {' or '.join(sorted(allowed))}, got {found.role}"
+            )
+        return found
+
+    principal.allowed_roles = allowed  # type: ignore[attr-defined]
+    return Depends(principal)
+
+
+def roles_of(dependency: Callable[..., Any] | None) -> frozenset[Role] | None:
+    """The roles of a dependency made by ``allow``, or None; for the test that lists routes."""
+    return getattr(dependency, "allowed_roles", None)

@@ -1,0 +1,324 @@
+"""Control plane: aliases, resolving, grants, routing contexts, jobs, nodes, feed and audit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from uuid import UUID
+
+import anyio
+import anyio.to_thread
+from fastapi import APIRouter, Request, Response
+
+from registry_service.api import bodies
+from registry_service.api.auth import Parts, allow
+from registry_service.domain import limits
+from registry_service.domain.digests import digest_parse
+from registry_service.domain.errors import MalformedError, RegistryError
+from registry_service.domain.roles import PLATFORM, Principal, Role
+from registry_service.usecases import aliases, jobs, nodes, resolve, revocations, routing
+
+router = APIRouter(prefix="/v1")
+
+_OPERATOR = allow(Role.OPERATOR, Role.ADMIN)
+_READERS = allow(Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.AUDITOR, Role.ADMIN)
+_RESOLVERS = allow(Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.NODE, Role.GATEWAY)
+_VALIDATOR = allow(Role.VALIDATOR)
+_NODE = allow(Role.NODE)
+_LIMIT = limits.PAGE_ROWS_DEFAULT
+_FEED_POLL_SECONDS = 0.1
+
+
+class PreconditionRequiredError(RegistryError):
+    """A conditional request without its condition (RFC 6585, section 3)."""
+
+    code = "PRECONDITION_REQUIRED"
+    http_status = 428
+    exit_code = 2
+
+
+@router.get("/health")
+def health() -> dict[str, str]:
+    """The process answers. Open to everybody."""
+    return {"status": "ok"}
+
+
+@router.get("/tenants/{tenant}/adapters/{adapter}/resolve/{reference}")
+def resolve_reference(
+    tenant: str, adapter: str, reference: str, parts: Parts, principal: Principal = _RESOLVERS
+) -> dict[str, Any]:
+    """The immutable digest that a digest, label or alias names."""
+    return resolve.resolve(parts, principal, tenant, adapter, reference)
+
+
+@router.get("/tenants/{tenant}/adapters/{adapter}/aliases")
+def alias_list(
+    tenant: str,
+    adapter: str,
+    parts: Parts,
+    principal: Principal = _READERS,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """Aliases of an adapter by name."""
+    return aliases.alias_list(parts, principal, tenant, adapter, cursor=cursor, limit=limit)
+
+
+@router.get("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}")
+def alias_show(
+    tenant: str,
+    adapter: str,
+    alias: str,
+    parts: Parts,
+    response: Response,
+    principal: Principal = _READERS,
+) -> dict[str, Any]:
+    """Where an alias points; the generation is its ETag."""
+    shown = aliases.alias_show(parts, principal, tenant, adapter, alias)
+    response.headers["ETag"] = f'"{shown["generation"]}"'
+    return shown
+
+
+@router.put("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}")
+def alias_set(
+    tenant: str,
+    adapter: str,
+    alias: str,
+    body: bodies.AliasBody,
+    parts: Parts,
+    request: Request,
+    response: Response,
+    principal: Principal = allow(Role.OPERATOR),
+) -> dict[str, Any]:
+    """Point an alias at an approved artifact, by compare-and-swap (If-Match: generation)."""
+    shown = aliases.alias_set(
+        parts,
+        principal,
+        tenant,
+        adapter,
+        alias,
+        digest=digest_parse(body.adapter_digest, "adapterDigest"),
+        generation=_generation(request),
+        reason=body.reason,
+    )
+    response.headers["ETag"] = f'"{shown["generation"]}"'
+    return shown
+
+
+@router.get("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}/history")
+def alias_history(
+    tenant: str,
+    adapter: str,
+    alias: str,
+    parts: Parts,
+    principal: Principal = _READERS,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """Every move of an alias, newest first."""
+    return aliases.alias_history(
+        parts, principal, tenant, adapter, alias, cursor=cursor, limit=limit
+    )
+
+
+@router.get("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+def grant_show(
+    tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _READERS
+) -> dict[str, Any]:
+    """A subject's grant to run an adapter."""
+    return aliases.grant_show(parts, principal, tenant, adapter, subject)
+
+
+@router.put("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+def grant_set(
+    tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _OPERATOR
+) -> dict[str, Any]:
+    """Let a subject run an adapter."""
+    return aliases.grant_set(parts, principal, tenant, adapter, subject, active=True)
+
+
+@router.delete("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+def grant_withdraw(
+    tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _OPERATOR
+) -> dict[str, Any]:
+    """Withdraw a grant; contexts of its older epoch end."""
+    return aliases.grant_set(parts, principal, tenant, adapter, subject, active=False)
+
+
+@router.post("/routing-contexts", status_code=201)
+def routing_context_mint(
+    body: bodies.RoutingBody, parts: Parts, principal: Principal = allow(Role.GATEWAY)
+) -> dict[str, Any]:
+    """A short-lived signed statement of who a request is and which digest it runs."""
+    return routing.routing_context_mint(
+        parts,
+        principal,
+        tenant=body.tenant,
+        adapter=body.adapter,
+        reference=body.reference,
+        node=body.node,
+        body_digest=digest_parse(body.body_digest, "bodyDigest"),
+        session_id=body.session_id,
+        subject=body.subject,
+    )
+
+
+@router.post("/jobs/claim")
+def job_claim(
+    body: bodies.ClaimBody, parts: Parts, principal: Principal = _VALIDATOR
+) -> Response | dict[str, Any]:
+    """Take the oldest fitting job, or 204."""
+    job = jobs.job_claim(parts, principal, kinds=body.kinds, bases=body.base_model_digests)
+    return Response(status_code=204) if job is None else job
+
+
+@router.post("/jobs/{job_id}/heartbeat", status_code=204)
+def job_heartbeat(
+    job_id: UUID, body: bodies.LeaseBody, parts: Parts, principal: Principal = _VALIDATOR
+) -> None:
+    """Renew a job's lease."""
+    jobs.job_heartbeat(parts, principal, job_id, body.lease)
+
+
+@router.post("/jobs/{job_id}/result", status_code=204)
+def job_result(
+    job_id: UUID, body: bodies.ResultBody, parts: Parts, principal: Principal = _VALIDATOR
+) -> None:
+    """A job came to its end, or had a fault of ours."""
+    if body.outcome == "fault":
+        jobs.job_fault(parts, principal, job_id, body.lease, body.reason or "no reason given")
+    elif body.report is not None and body.catalog is None:
+        report = body.report.model_dump(by_alias=True)
+        jobs.job_report(parts, principal, job_id, body.lease, report)
+    elif body.catalog is not None and body.report is None:
+        jobs.job_catalog(parts, principal, job_id, body.lease, body.catalog)
+    else:
+        raise MalformedError("result: expected either a report or a catalog")
+
+
+@router.get("/jobs")
+def job_list(
+    parts: Parts,
+    principal: Principal = _OPERATOR,
+    state: str | None = None,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """Jobs, newest first."""
+    principal.tenant_check(PLATFORM)
+    return jobs.job_list(parts, state=state, cursor=cursor, limit=limit)
+
+
+@router.put("/nodes/{node}")
+def node_register(
+    node: str, body: bodies.NodeBody, parts: Parts, principal: Principal = _NODE
+) -> dict[str, Any]:
+    """Register a serving node, bound to one base."""
+    return nodes.node_register(
+        parts,
+        principal,
+        node,
+        base_digest=digest_parse(body.base_model_digest, "baseModelDigest"),
+        url=body.url,
+        catalog_digest=digest_parse(body.catalog_digest, "catalogDigest"),
+    )
+
+
+@router.post("/nodes/{node}/heartbeat")
+def node_heartbeat(
+    node: str, body: bodies.HeartbeatBody, parts: Parts, principal: Principal = _NODE
+) -> dict[str, Any]:
+    """Renew a node's lease; the answer holds what it still has to let go of."""
+    residents = [
+        item.model_dump(by_alias=True, mode="json") for item in body.residents
+    ]
+    return nodes.node_heartbeat(
+        parts, principal, node, feed_index=body.feed_index, residents=residents
+    )
+
+
+@router.post("/nodes/{node}/acknowledgements", status_code=204)
+def node_acknowledge(
+    node: str, body: bodies.AcknowledgementBody, parts: Parts, principal: Principal = _NODE
+) -> None:
+    """A node let go of a revoked artifact."""
+    revocations.revocation_acknowledge(
+        parts,
+        principal,
+        node,
+        tenant_id=body.tenant_id,
+        digest=digest_parse(body.adapter_digest, "adapterDigest"),
+        freed_bytes=body.freed_bytes,
+        purged_blocks=body.purged_blocks,
+    )
+
+
+@router.get("/nodes")
+def node_list(
+    parts: Parts,
+    principal: Principal = allow(Role.OPERATOR, Role.ADMIN, Role.AUDITOR, Role.GATEWAY),
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """Serving nodes by name."""
+    principal.tenant_check(PLATFORM)
+    return nodes.node_list(parts, cursor=cursor, limit=limit)
+
+
+@router.get("/nodes/{node}")
+def node_show(
+    node: str,
+    parts: Parts,
+    principal: Principal = allow(Role.OPERATOR, Role.ADMIN, Role.AUDITOR, Role.NODE),
+) -> dict[str, Any]:
+    """One serving node."""
+    principal.tenant_check(PLATFORM)
+    return nodes.node_show(parts, node)
+
+
+@router.get("/feed")
+async def feed(
+    parts: Parts,
+    principal: Principal = allow(Role.NODE, Role.OPERATOR, Role.AUDITOR),
+    after: int = 0,
+    wait: float = 0,
+) -> dict[str, Any]:
+    """Numbered events after an index; with ``wait``, held back until there is one."""
+    principal.tenant_check(PLATFORM)
+    if not 0 <= wait <= limits.FEED_WAIT_SECONDS:
+        raise MalformedError(f"wait: expected 0 to {limits.FEED_WAIT_SECONDS} seconds")
+    until = time.monotonic() + wait
+    while True:
+        page = await anyio.to_thread.run_sync(lambda: nodes.feed_page(parts, after=after))
+        if page["items"] or time.monotonic() >= until:
+            return page
+        await anyio.sleep(_FEED_POLL_SECONDS)
+
+
+@router.get("/audit")
+def audit_list(
+    parts: Parts,
+    principal: Principal = _READERS,
+    tenant: str | None = None,
+    subject: str = "",
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """The audit trail, oldest first."""
+    return nodes.audit_list(
+        parts, principal, tenant=tenant, subject=subject, cursor=cursor, limit=limit
+    )
+
+
+def _generation(request: Request) -> int:
+    if request.headers.get("if-none-match") == "*":
+        return 0
+    value = request.headers.get("if-match")
+    if value is None:
+        raise PreconditionRequiredError(
+            'expected If-Match: "<generation>" (or "0" for a new alias), got none'
+        )
+    digits = value.strip('"')
+    if not digits.isdigit() or len(digits) > 18:
+        raise MalformedError('If-Match: expected "<generation>"')
+    return int(digits)

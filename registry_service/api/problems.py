@@ -1,0 +1,156 @@
+"""Errors on the wire: RFC 9457 problem+json on the control plane, the OCI form on the data plane."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from registry_service.domain.errors import (
+    ConflictError,
+    ForbiddenError,
+    MalformedError,
+    NotFoundError,
+    QuotaExceededError,
+    RegistryError,
+    TooLargeError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from registry_service.domain.text import shown
+
+_log = logging.getLogger("registry_service")
+_TYPE = "urn:adapter-registry:problem:"
+
+# OCI distribution-spec 1.1, "Error Codes". The place in the path says what was unknown.
+_UNKNOWN = {
+    "manifests": "MANIFEST_UNKNOWN",
+    "blobs": "BLOB_UNKNOWN",
+    "uploads": "BLOB_UPLOAD_UNKNOWN",
+    "tags": "NAME_UNKNOWN",
+    "": "NAME_UNKNOWN",
+}
+_INVALID = {
+    "manifests": "MANIFEST_INVALID",
+    "blobs": "DIGEST_INVALID",
+    "uploads": "BLOB_UPLOAD_INVALID",
+    "tags": "NAME_INVALID",
+    "": "NAME_INVALID",
+}
+
+
+def problems_install(app: FastAPI) -> None:
+    """Answer every error in the form of its plane, with a request id, and never with a stack."""
+    app.add_exception_handler(RegistryError, _registry_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+
+
+def _registry_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RegistryError)  # noqa: S101 - registered for this class
+    if request.url.path.startswith("/v2"):
+        return _oci(request, error)
+    return _problem(request, error)
+
+
+def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return _registry_error(request, MalformedError(f"{shown(where)}: {first['msg']}"))
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
+    kinds: dict[int, type[RegistryError]] = {404: NotFoundError, 405: MalformedError}
+    wrapped = kinds.get(error.status_code, MalformedError)(str(error.detail))
+    response = _registry_error(request, wrapped)
+    if error.status_code == 405:
+        response.status_code = 405
+    return response
+
+
+def _bug(request: Request, error: Exception) -> JSONResponse:
+    _log.error("request failed: %s %s", request.method, request.url.path, exc_info=error)
+    return _registry_error(request, RegistryError("an error of ours; it has been logged"))
+
+
+def _problem(request: Request, error: RegistryError) -> JSONResponse:
+    body: dict[str, Any] = {
+        "type": _TYPE + error.code.lower().replace("_", "-"),
+        "title": error.code.replace("_", " ").capitalize(),
+        "status": error.http_status,
+        "code": error.code,
+        "detail": error.message,
+        "requestId": str(uuid.uuid4()),
+    }
+    if error.findings:
+        body["findings"] = [finding.to_json() for finding in error.findings]
+    return JSONResponse(
+        body,
+        error.http_status,
+        headers=_headers(error, "Bearer"),
+        media_type="application/problem+json",
+    )
+
+
+def _oci(request: Request, error: RegistryError) -> JSONResponse:
+    status, code = error.http_status, _oci_code(request, error)
+    if code == "DIGEST_INVALID":
+        status = 400
+    body = {
+        "errors": [
+            {"code": code, "message": error.message, "detail": {"code": error.code}},
+        ]
+    }
+    return JSONResponse(body, status, headers=_headers(error, 'Basic realm="adapter-registry"'))
+
+
+def _oci_code(request: Request, error: RegistryError) -> str:
+    place = _place(request.url.path)
+    fixed: list[tuple[type[RegistryError], str]] = [
+        (UnauthenticatedError, "UNAUTHORIZED"),
+        (ForbiddenError, "DENIED"),
+        (QuotaExceededError, "DENIED"),
+        (TooLargeError, "SIZE_INVALID"),
+        (UnavailableError, "UNAVAILABLE"),
+    ]
+    for kind, code in fixed:
+        if isinstance(error, kind):
+            return code
+    named = {
+        "BLOB_UNKNOWN": "MANIFEST_BLOB_UNKNOWN",
+        "UNSUPPORTED": "UNSUPPORTED",
+        "UPLOAD_RANGE": "BLOB_UPLOAD_INVALID",
+        "REFUSED": "DIGEST_INVALID" if place == "uploads" else "MANIFEST_INVALID",
+    }
+    if error.code in named:
+        return named[error.code]
+    if isinstance(error, NotFoundError):
+        return _UNKNOWN[place]
+    if isinstance(error, ConflictError):
+        return "DENIED"
+    return _INVALID[place] if isinstance(error, MalformedError) else "UNKNOWN"
+
+
+def _place(path: str) -> str:
+    parts = path.split("/")
+    # /v2/<tenant>/<adapter>/<place>/…
+    if len(parts) > 5 and parts[4] == "blobs" and parts[5] == "uploads":
+        return "uploads"
+    return parts[4] if len(parts) > 4 and parts[4] in _UNKNOWN else ""
+
+
+def _headers(error: RegistryError, challenge: str) -> dict[str, str]:
+    headers = {}
+    if isinstance(error, UnauthenticatedError):
+        headers["WWW-Authenticate"] = challenge
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    return headers

@@ -1,0 +1,126 @@
+"""The composition root: the only place that knows which backends stand behind the ports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from fastapi import FastAPI
+
+from registry_service.api.service import service_build
+from registry_service.backends.file_signer import FileSigner
+from registry_service.backends.filesystem import FilesystemBlobStore
+from registry_service.backends.system_clock import SystemClock
+from registry_service.domain.errors import RegistryError
+from registry_service.settings import Settings, settings_load
+from registry_service.store.database import database_open
+from registry_service.usecases import maintenance
+from registry_service.usecases.context import Context
+from registry_service.usecases.scan import scan_next
+
+_log = logging.getLogger("registry_service")
+VERDICT_KEY: Final = "verdict.pem"
+ROUTING_KEY: Final = "routing-context.pem"
+TRUST_FILE: Final = "trust.json"
+
+_SEQUENCE_SECONDS: Final = 0.05
+_SCAN_SECONDS: Final = 0.2
+_SWEEP_SECONDS: Final = 1.0
+_CLEAN_SECONDS: Final = 60.0
+
+
+def context_build(settings: Settings) -> Context:
+    """Connect all parts.
+
+    Raises:
+        RegistryError, RuntimeError: a part is missing or not what it has to be.
+    """
+    return Context(
+        database=database_open(
+            settings.database_url, settings.system_database_url, settings.auditor_database_url
+        ),
+        blobs=FilesystemBlobStore(settings.blob_dir),
+        verdict_signer=FileSigner.load(settings.key_dir / VERDICT_KEY),
+        routing_signer=FileSigner.load(settings.key_dir / ROUTING_KEY),
+        clock=SystemClock(),
+        verifier_id=settings.verifier_id,
+    )
+
+
+def application() -> FastAPI:
+    """The HTTP application, for a server process."""
+    return service_build(context_build(settings_load()))
+
+
+def keys_create(folder: Path, verifier_id: str) -> None:
+    """Make the signing keys that are missing, and the file that nodes pin."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    signers = {}
+    for name in (VERDICT_KEY, ROUTING_KEY):
+        path = folder / name
+        signers[name] = FileSigner.load(path) if path.exists() else FileSigner.create(path)
+    trust = {
+        "verdict": {"publicKey": signers[VERDICT_KEY].public_pem, "verifierId": verifier_id},
+        "routingContext": {"publicKey": signers[ROUTING_KEY].public_pem, "issuer": verifier_id},
+    }
+    (folder / TRUST_FILE).write_text(json.dumps(trust, indent=2) + "\n", encoding="utf-8")
+
+
+def background_run(context: Context, stop: threading.Event) -> None:
+    """Number events, scan, and sweep until ``stop``; each loop in a thread of its own."""
+    loops: list[tuple[str, float, Callable[[], object]]] = [
+        ("sequencer", _SEQUENCE_SECONDS, lambda: maintenance.events_sequence(context)),
+        ("scanner", _SCAN_SECONDS, lambda: _while_any(lambda: scan_next(context), stop)),
+        ("sweeper", _SWEEP_SECONDS, lambda: _sweep(context)),
+        ("cleaner", _CLEAN_SECONDS, lambda: _clean(context)),
+    ]
+    threads = [
+        threading.Thread(target=_loop, args=(name, seconds, step, stop), name=name)
+        for name, seconds, step in loops
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _sweep(context: Context) -> None:
+    maintenance.jobs_sweep(context)
+    maintenance.revocations_sweep(context)
+
+
+def _clean(context: Context) -> None:
+    maintenance.uploads_sweep(context)
+    maintenance.blobs_sweep(context)
+
+
+def _while_any(step: Callable[[], bool], stop: threading.Event) -> None:
+    while not stop.is_set() and step():
+        pass
+
+
+def _loop(name: str, seconds: float, step: Callable[[], object], stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            step()
+        except RegistryError as error:
+            _log.warning("%s: %s: %s", name, error.code, error.message)
+            stop.wait(1.0)
+        except Exception:
+            # A loop that ends would stop admissions silently; the next round may well succeed.
+            _log.exception("%s failed", name)
+            stop.wait(1.0)
+        stop.wait(seconds)

@@ -1,0 +1,58 @@
+"""All settings, from the environment (``REGISTRY_*``). An unknown one is an error at start-up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_PREFIX: Final = "REGISTRY_"
+# Read by other commands or by the tests, never by the service.
+_ELSEWHERE: Final = frozenset(
+    {"REGISTRY_OWNER_DATABASE_URL", "REGISTRY_TEST_DATABASE_URL", "REGISTRY_TEST_DATA"}
+)
+
+
+class Settings(BaseSettings):
+    """Where things are and who signs. Frozen; one instance, made by ``app``."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="forbid")
+
+    database_url: str = Field(description="PostgreSQL as role registry_app")
+    system_database_url: str = Field(description="PostgreSQL as role registry_system")
+    auditor_database_url: str = Field(description="PostgreSQL as role registry_auditor")
+    blob_dir: Path = Field(description="folder of the filesystem blob store")
+    key_dir: Path = Field(description="folder of the signing keys")
+    verifier_id: str = Field(
+        default="urn:adapter-registry:local", description="who signs verdicts, as a URI"
+    )
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8400, description="port to listen on")
+    workers: int = Field(default=1, description="server processes")
+
+
+def settings_load(environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings from the environment.
+
+    Raises:
+        ValueError: an unknown ``REGISTRY_*`` name (pydantic-settings would ignore a mistyped
+            one), a missing or an invalid setting.
+    """
+    names = set(os.environ if environment is None else environment)
+    known = {_PREFIX + name.upper() for name in Settings.model_fields} | _ELSEWHERE
+    unknown = sorted(name for name in names if name.startswith(_PREFIX) and name not in known)
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    if environment is None:
+        return Settings()
+    return Settings.model_validate(
+        {
+            name.removeprefix(_PREFIX).lower(): value
+            for name, value in environment.items()
+            if name.startswith(_PREFIX) and name not in _ELSEWHERE
+        }
+    )

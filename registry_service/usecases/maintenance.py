@@ -1,0 +1,74 @@
+"""The background loops: number events, sweep what died, end drained revocations."""
+
+from __future__ import annotations
+
+from registry_service.domain.errors import RegistryError
+from registry_service.store import blobs as blob_store
+from registry_service.store import jobs as job_store
+from registry_service.store.events import events_number
+from registry_service.store.nodes import revocations_drained
+from registry_service.store.tenants import bytes_settle
+from registry_service.usecases.context import Context, system_transaction, tenant_transaction
+from registry_service.usecases.jobs import job_failed
+from registry_service.usecases.revocations import drained_settle
+
+
+def events_sequence(context: Context) -> int:
+    """Number the committed events that have no position yet; how many there were."""
+    with system_transaction(context) as session:
+        return events_number(session)
+
+
+def jobs_sweep(context: Context) -> int:
+    """Stall the artifacts of jobs whose worker died on the last attempt; how many."""
+    with system_transaction(context) as session:
+        dead = job_store.jobs_dead(session)
+    swept = 0
+    for job in dead:
+        try:
+            with tenant_transaction(context, job.tenant_id) as session:
+                held = job_store.job_held(session, job.id, job.lease)
+                if held.lease_until <= context.clock.now():
+                    job_failed(context, session, held, "the worker's lease ran out")
+                    swept += 1
+        except RegistryError:
+            # The worker came back between the two transactions; the job is its own again.
+            continue
+    return swept
+
+
+def revocations_sweep(context: Context) -> int:
+    """End revocations that wait only for nodes whose lease ran out; how many."""
+    with system_transaction(context) as session:
+        waiting = revocations_drained(session)
+    return sum(drained_settle(context, row.tenant_id, row.artifact_digest) for row in waiting)
+
+
+def uploads_sweep(context: Context) -> int:
+    """Drop uploads over their age with their bytes and reservation; how many."""
+    with system_transaction(context) as session:
+        expired = blob_store.uploads_expired(session)
+    for upload in expired:
+        context.blobs.upload_abort(upload.tenant_id, upload.id)
+        with tenant_transaction(context, upload.tenant_id) as session:
+            reserved = blob_store.upload_delete(session, upload.tenant_id, upload.id)
+            bytes_settle(session, upload.tenant_id, reserved=reserved, stored=0)
+    return len(expired)
+
+
+def blobs_sweep(context: Context) -> int:
+    """Delete blobs that nothing points to and whose lease is over; how many.
+
+    The row goes first, under its lock: a submission that renews the lease keeps both.
+    """
+    with system_transaction(context) as session:
+        candidates = blob_store.blobs_unreferenced(session)
+    swept = 0
+    for blob in candidates:
+        with tenant_transaction(context, blob.tenant_id) as session:
+            size = blob_store.blob_delete(session, blob.tenant_id, blob.digest)
+            if size is not None:
+                bytes_settle(session, blob.tenant_id, reserved=0, stored=-size)
+                context.blobs.delete(blob.tenant_id, blob.digest)
+                swept += 1
+    return swept

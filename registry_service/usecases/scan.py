@@ -1,0 +1,130 @@
+"""The scan: static checks 1 to 5 and 8 on the stored bytes, without torch, in the service.
+
+A reader that fails on the bytes is a finding. A fault of ours (the store, the database, a base
+whose catalog is not agreed yet) gives the job back; it never ends the artifact.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from registry_service.domain import limits
+from registry_service.domain.catalog import Catalog, catalog_parse
+from registry_service.domain.errors import RegistryError, UnavailableError
+from registry_service.domain.file_set import HEAD_BYTES, TAIL_BYTES, FileFact
+from registry_service.domain.findings import Check, Code, Finding, refuse
+from registry_service.domain.manifest import FileEntry
+from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES
+from registry_service.domain.verification import BaseFacts, StaticInputs, static_check
+from registry_service.store import jobs as job_store
+from registry_service.store.artifacts import ArtifactRow, artifact_files, artifact_get
+from registry_service.store.bases import BaseRow, base_find, base_granted, catalog_get
+from registry_service.usecases.context import Context, system_transaction, tenant_transaction
+from registry_service.usecases.jobs import artifact_settle, job_failed
+
+SCANNER = "scanner"
+
+
+def scan_next(context: Context) -> bool:
+    """Run the next scan, if there is one; True when there was."""
+    with system_transaction(context) as session:
+        job = job_store.job_claim(session, worker=SCANNER, kinds=["scan"], bases=None)
+    if job is None:
+        return False
+    try:
+        findings = _scan(context, job)
+    except RegistryError as error:
+        with tenant_transaction(context, job.tenant_id) as session:
+            held = job_store.job_held(session, job.id, job.lease)
+            job_failed(context, session, held, f"{error.code}: {error.message}")
+        return True
+    with tenant_transaction(context, job.tenant_id) as session:
+        held = job_store.job_held(session, job.id, job.lease)
+        artifact_settle(context, session, held, findings, _report(findings))
+    return True
+
+
+def _scan(context: Context, job: job_store.JobRow) -> tuple[Finding, ...]:
+    with tenant_transaction(context, job.tenant_id) as session:
+        artifact = artifact_get(session, job.tenant_id, job.subject)
+        files = artifact_files(session, job.tenant_id, job.subject)
+        base = base_find(session, artifact.base_digest)
+        if base is None or not base_granted(session, job.tenant_id, base.digest):
+            return (
+                refuse(
+                    Check.DECLARATION,
+                    Code.BASE_UNKNOWN,
+                    "adapter-declaration.json: baseModelDigest",
+                    "the digest of a base that this tenant may use",
+                    artifact.base_digest,
+                ),
+            )
+        if base.catalog_digest is None:
+            raise UnavailableError(f"base '{base.name}' is {base.state}: no agreed catalog")
+        catalog = catalog_parse(catalog_get(session, base.digest, base.catalog_digest))
+    return static_check(_inputs(context, artifact, files, base, catalog))
+
+
+def _inputs(
+    context: Context,
+    artifact: ArtifactRow,
+    files: list[FileEntry],
+    base: BaseRow,
+    catalog: Catalog,
+) -> StaticInputs:
+    def part(file: FileEntry, start: int, end: int) -> bytes:
+        return b"".join(
+            context.blobs.open(
+                artifact.tenant_id, file.digest, size=file.size, start=start, end=min(end, file.size)
+            )
+        )
+
+    by_path = {file.path: file for file in files}
+    weight = by_path.get("adapter_model.safetensors")
+    return StaticInputs(
+        files=tuple(
+            FileFact(
+                path=file.path,
+                size=file.size,
+                head=part(file, 0, HEAD_BYTES),
+                tail=part(file, max(0, file.size - TAIL_BYTES), file.size),
+                is_link=False,
+            )
+            for file in files
+        ),
+        header_prefix=None if weight is None else part(weight, 0, HEADER_PREFIX_BYTES),
+        weight_size=0 if weight is None else weight.size,
+        config=_whole(context, artifact, by_path.get("adapter_config.json"), limits.CONFIG_BYTES),
+        declaration=_whole(
+            context, artifact, by_path.get("adapter-declaration.json"), limits.DECLARATION_BYTES
+        ),
+        catalog=catalog,
+        base=BaseFacts(
+            tokenizer_digest=base.tokenizer_digest, chat_template_digest=base.chat_template_digest
+        ),
+    )
+
+
+def _whole(
+    context: Context, artifact: ArtifactRow, file: FileEntry | None, limit: int
+) -> bytes | None:
+    if file is None:
+        return None
+    if file.size > limit:
+        # One byte over is enough for the reader to say so.
+        chunks = context.blobs.open(
+            artifact.tenant_id, file.digest, size=file.size, start=0, end=limit + 1
+        )
+        return b"".join(chunks)
+    return context.blobs.read(artifact.tenant_id, file.digest, limit=limit)
+
+
+def _report(findings: tuple[Finding, ...]) -> dict[str, Any]:
+    return {
+        "findings": [finding.to_json() for finding in findings[: limits.REPORT_FINDINGS]],
+        "device": "none",
+        "versions": {"python": platform.python_version()},
+        "sandbox": None,
+        "measurements": {"findings": len(findings)},
+    }
