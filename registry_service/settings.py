@@ -48,7 +48,7 @@ def settings_load(environment: Mapping[str, str] | None = None) -> Settings:
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if environment is None:
-        return Settings()
+        return Settings()  # type: ignore[call-arg]
     return Settings.model_validate(
         {
             name.removeprefix(_PREFIX).lower(): value

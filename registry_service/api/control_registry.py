@@ -15,7 +15,7 @@ from registry_service.api.auth import Parts, allow
 from registry_service.domain import limits
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, TooLargeError
-from registry_service.domain.roles import Principal, Role
+from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.usecases import artifacts, bases, reviews, revocations, tenants
 
 router = APIRouter(prefix="/v1")
@@ -56,7 +56,7 @@ def tenant_list(
     limit: int = _LIMIT,
 ) -> dict[str, Any]:
     """Tenants by name."""
-    principal.tenant_check(tenants.PLATFORM)
+    principal.tenant_check(PLATFORM)
     return tenants.tenant_list(parts, cursor=cursor, limit=limit)
 
 
@@ -105,7 +105,7 @@ def base_add(
     body: bodies.BaseBody, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
     """Register a base model by manifest, small files and safetensors headers."""
-    principal.tenant_check(tenants.PLATFORM)
+    principal.tenant_check(PLATFORM)
     return bases.base_add(
         parts,
         principal.subject,
@@ -174,7 +174,7 @@ def base_grant(
     base: str, tenant: str, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
     """Let a tenant see and use a base."""
-    principal.tenant_check(tenants.PLATFORM)
+    principal.tenant_check(PLATFORM)
     return bases.base_grant(parts, principal.subject, base, tenant)
 
 
@@ -261,9 +261,7 @@ def artifact_withdraw(
     principal: Principal = allow(Role.PUBLISHER),
 ) -> dict[str, Any]:
     """Take an artifact out of review."""
-    return artifacts.artifact_withdraw(
-        parts, principal, tenant, digest_parse(digest), body.reason
-    )
+    return artifacts.artifact_withdraw(parts, principal, tenant, digest_parse(digest), body.reason)
 
 
 @router.post("/tenants/{tenant}/artifacts/{digest}/requeue")

@@ -229,9 +229,7 @@ def node_heartbeat(
     node: str, body: bodies.HeartbeatBody, parts: Parts, principal: Principal = _NODE
 ) -> dict[str, Any]:
     """Renew a node's lease; the answer holds what it still has to let go of."""
-    residents = [
-        item.model_dump(by_alias=True, mode="json") for item in body.residents
-    ]
+    residents = [item.model_dump(by_alias=True, mode="json") for item in body.residents]
     return nodes.node_heartbeat(
         parts, principal, node, feed_index=body.feed_index, residents=residents
     )

@@ -34,9 +34,7 @@ from registry_service.usecases.submit import artifact_submit
 router = APIRouter(prefix="/v2")
 
 _PUSH = allow(Role.PUBLISHER)
-_PULL = allow(
-    Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.VALIDATOR, Role.NODE, Role.AUDITOR
-)
+_PULL = allow(Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.VALIDATOR, Role.NODE, Role.AUDITOR)
 _CHUNK = 1 * limits.MIB
 _CONTENT_RANGE = re.compile(r"(?:bytes[ =])?(\d{1,18})-(\d{1,18})(?:/\S+)?")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
@@ -243,9 +241,7 @@ def tag_list(
     from fastapi.responses import JSONResponse
 
     count = max(0, min(n, limits.PAGE_ROWS))
-    names = resolve.tag_names(
-        parts, principal, tenant, adapter, after=last, limit=count + 1
-    )
+    names = resolve.tag_names(parts, principal, tenant, adapter, after=last, limit=count + 1)
     headers = {}
     if len(names) > count > 0:
         link = f"/v2/{tenant}/{adapter}/tags/list?n={count}&last={names[count - 1]}"

@@ -1,4 +1,4 @@
-"""Errors on the wire: RFC 9457 problem+json on the control plane, the OCI form on the data plane."""
+"""Errors on the wire: problem+json (RFC 9457) on the control plane, the OCI form on the other."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import rfc8785
@@ -17,7 +18,8 @@ from registry_service.domain.errors import MalformedError
 from registry_service.domain.text import shown
 
 _MAX_SAFE_INTEGER = 2**53 - 1
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# An unclosed string matches to the end: failing there would start again at every quote (quadratic).
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -80,8 +82,8 @@ def _depth_check(data: bytes, what: str, depth: int) -> None:
 def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise MalformedError(f"{what}: key {shown(twice)} occurs twice")
     return result
 

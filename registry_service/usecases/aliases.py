@@ -50,9 +50,7 @@ def alias_set(
         if artifact.adapter != adapter:
             raise NotFoundError("not found")
         if artifact.state is not State.APPROVED:
-            raise RefusedError(
-                f"expected an APPROVED artifact, got one that is {artifact.state}"
-            )
+            raise RefusedError(f"expected an APPROVED artifact, got one that is {artifact.state}")
         current = store.tag_find(scope.session, scope.tenant.id, adapter, alias, lock=True)
         _generation_check(alias, current, generation)
         tag = store.TagRow(

@@ -95,9 +95,7 @@ def artifact_reports(
     return {"items": items, "nextCursor": None}
 
 
-def artifact_verdict(
-    context: Context, principal: Principal, tenant: str, digest: Digest
-) -> bytes:
+def artifact_verdict(context: Context, principal: Principal, tenant: str, digest: Digest) -> bytes:
     """The signed verdict of an admitted artifact.
 
     Raises:
@@ -157,9 +155,7 @@ def _shown(session: Session, tenant_id: UUID, digest: Digest) -> dict[str, Any]:
     return artifact_wire(row, labels_of(session, [(tenant_id, digest)]))
 
 
-def artifact_wire(
-    row: ArtifactRow, labels: dict[tuple[UUID, str], list[str]]
-) -> dict[str, Any]:
+def artifact_wire(row: ArtifactRow, labels: dict[tuple[UUID, str], list[str]]) -> dict[str, Any]:
     """An artifact as it crosses the wire."""
     declared = row.declaration
     return {

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.base_model import (
-    chat_template_of,
     chat_template_digest,
+    chat_template_of,
     is_tokenizer_file,
     quantization_of,
     tokenizer_digest,
@@ -226,9 +226,7 @@ def catalog_submit(context: Context, worker: str, reference: str, content: bytes
             content=content,
             at=now,
         ):
-            _event(
-                session, "base.catalogued", base.digest, worker, now, {"catalogDigest": digest}
-            )
+            _event(session, "base.catalogued", base.digest, worker, now, {"catalogDigest": digest})
             _admit(context, session, base, now)
     return base_show(context, None, base.digest)
 
@@ -318,8 +316,7 @@ def _wire(session: Session, base: store.BaseRow, *, full: bool) -> dict[str, Any
         "chatTemplateDigest": base.chat_template_digest,
         "quantization": base.quantization,
         "files": [
-            {"path": file.path, "digest": file.digest, "size": file.size}
-            for file in manifest.files
+            {"path": file.path, "digest": file.digest, "size": file.size} for file in manifest.files
         ],
         "catalogs": store.catalog_makers(session, base.digest),
         "createdAt": base.created_at,

@@ -85,7 +85,9 @@ def reading(context: Context) -> Iterator[Session]:
 
 
 @contextmanager
-def principal_reading(context: Context, principal: Principal) -> Iterator[tuple[Session, UUID | None]]:
+def principal_reading(
+    context: Context, principal: Principal
+) -> Iterator[tuple[Session, UUID | None]]:
     """What this caller may read: everything, or its tenant; with the tenant to filter by."""
     if principal.is_platform:
         with reading(context) as session:

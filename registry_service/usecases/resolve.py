@@ -30,9 +30,7 @@ class Resolved:
     tag: TagRow | None
 
 
-def reference_resolve(
-    session: Session, tenant_id: UUID, adapter: str, reference: str
-) -> Resolved:
+def reference_resolve(session: Session, tenant_id: UUID, adapter: str, reference: str) -> Resolved:
     """The admitted artifact that a digest, label or alias names.
 
     Raises:
@@ -147,4 +145,3 @@ def _may_pull(principal: Principal, artifact: ArtifactRow) -> bool:
     if artifact.admitted:
         return True
     return principal.role in _CHECKERS and artifact.state not in WITHDRAWN_STATES
-

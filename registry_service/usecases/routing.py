@@ -87,7 +87,7 @@ def routing_context_mint(
 
 def _target(
     scope: Scope, adapter: str, reference: str, subject: str, base_digest: str
-) -> tuple[str, Digest, Digest, int]:
+) -> tuple[Digest, Digest, Digest, int]:
     grant = grant_find(scope.session, scope.tenant.id, adapter, subject)
     if grant is None or not grant["active"]:
         raise NotFoundError("not found")

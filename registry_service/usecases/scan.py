@@ -76,7 +76,11 @@ def _inputs(
     def part(file: FileEntry, start: int, end: int) -> bytes:
         return b"".join(
             context.blobs.open(
-                artifact.tenant_id, file.digest, size=file.size, start=start, end=min(end, file.size)
+                artifact.tenant_id,
+                file.digest,
+                size=file.size,
+                start=start,
+                end=min(end, file.size),
             )
         )
 

@@ -94,7 +94,7 @@ def _submit(
         tenant_id=tenant_id,
         digest=manifest.digest,
         adapter=declaration.adapter,
-        base_digest=declaration.base_model_digest,
+        base_digest=Digest(declaration.base_model_digest),
         manifest=content,
         declaration=json.loads(declaration.to_bytes()),
         publisher=principal.subject,
@@ -104,9 +104,7 @@ def _submit(
     ):
         return
     artifact = artifact_get(session, tenant_id, manifest.digest, lock=True)
-    artifact_advance(
-        session, artifact, Event.SUBMITTED, actor=principal.subject, reason="", at=now
-    )
+    artifact_advance(session, artifact, Event.SUBMITTED, actor=principal.subject, reason="", at=now)
     scan_queue(context, session, artifact)
 
 
@@ -126,9 +124,7 @@ def scan_queue(context: Context, session: Session, artifact: Any) -> None:
 def _blobs_check(context: Context, scope: Scope, manifest: Manifest) -> None:
     wanted = {file.digest: file.size for file in manifest.files}
     wanted[manifest.config_digest] = manifest.config_size
-    sizes = blob_sizes_locked(
-        scope.session, scope.tenant.id, sorted(wanted), context.clock.now()
-    )
+    sizes = blob_sizes_locked(scope.session, scope.tenant.id, sorted(wanted), context.clock.now())
     for blob, size in wanted.items():
         if blob not in sizes:
             raise BlobUnknownError(f"blob {blob} was not uploaded; push it before the manifest")
@@ -142,9 +138,7 @@ def _declaration(context: Context, scope: Scope, manifest: Manifest) -> Declarat
     for file in manifest.files:
         if file.path == _DECLARATION_PATH:
             return declaration_parse(
-                context.blobs.read(
-                    scope.tenant.id, file.digest, limit=limits.DECLARATION_BYTES
-                )
+                context.blobs.read(scope.tenant.id, file.digest, limit=limits.DECLARATION_BYTES)
             )
     raise MalformedError(f"manifest: expected a layer {_DECLARATION_PATH}, got none")
 
@@ -176,7 +170,7 @@ def _label_set(
             name=label,
             kind="label",
             artifact_digest=digest,
-            base_digest=declaration.base_model_digest,
+            base_digest=Digest(declaration.base_model_digest),
             generation=1,
             actor=principal.subject,
             updated_at=now,

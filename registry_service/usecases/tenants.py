@@ -40,7 +40,7 @@ from registry_service.usecases.context import (
 )
 from registry_service.usecases.paging import cursor_decode, limit_check, page
 
-_TOKEN_PREFIX = "art_"
+_SECRET_PREFIX = "art_"
 
 
 def authenticate(context: Context, secret: str) -> Principal:
@@ -53,7 +53,9 @@ def authenticate(context: Context, secret: str) -> Principal:
         row = token_authenticate(session, _hash(secret))
     now = context.clock.now()
     if row is None or row.revoked_at is not None or row.expires_at <= now:
-        raise UnauthenticatedError("expected a valid token, got an unknown, expired or withdrawn one")
+        raise UnauthenticatedError(
+            "expected a valid token, got an unknown, expired or withdrawn one"
+        )
     if row.tenant_state != "ACTIVE":
         raise UnauthenticatedError("the tenant of this token is suspended")
     return Principal(row.id, row.subject, Role(row.role), row.tenant_id, row.tenant)
@@ -80,7 +82,7 @@ def token_create(
         raise MalformedError(
             f"expiresInSeconds: expected 1 to {limits.TOKEN_TTL_SECONDS}, got {seconds}"
         )
-    secret = _TOKEN_PREFIX + secrets.token_urlsafe(32)
+    secret = _SECRET_PREFIX + secrets.token_urlsafe(32)
     now = context.clock.now()
     tenant_id = PLATFORM
     if tenant is not None:
@@ -152,9 +154,7 @@ def token_list(
         rows = token_page(
             session, after=(after[0], after[1]) if after else None, limit=limit_check(limit) + 1
         )
-    return page(
-        rows, limit, wire=_token, key=lambda row: (row.created_at.isoformat(), str(row.id))
-    )
+    return page(rows, limit, wire=_token, key=lambda row: (row.created_at.isoformat(), str(row.id)))
 
 
 def tenant_create(context: Context, actor: str, name: str) -> dict[str, Any]:

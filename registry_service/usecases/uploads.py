@@ -217,7 +217,7 @@ def blob_mount(
     context: Context, principal: Principal, tenant: str, source: str, adapter: str, digest: Digest
 ) -> bool:
     """Reuse a blob of another adapter of the same tenant; False when there is none to reuse."""
-    if source.split("/")[0] != tenant:
+    if source.split("/", maxsplit=1)[0] != tenant:
         return False
     adapter = adapter_name(adapter)
     now = context.clock.now()
@@ -246,9 +246,7 @@ def _reserve(context: Context, upload: store.UploadRow, end: int) -> store.Uploa
     step = limits.UPLOAD_RESERVE_STEP_BYTES
     total = end if end - upload.reserved_bytes >= step else upload.reserved_bytes + step
     with tenant_transaction(context, upload.tenant_id) as session:
-        current = store.upload_get(
-            session, upload.tenant_id, upload.adapter, upload.id, lock=True
-        )
+        current = store.upload_get(session, upload.tenant_id, upload.adapter, upload.id, lock=True)
         if total > current.reserved_bytes:
             bytes_reserve(session, upload.tenant_id, total - current.reserved_bytes)
             store.upload_reserve(session, current, total)
@@ -260,8 +258,6 @@ def _blob_record(
 ) -> None:
     now = context.clock.now()
     with tenant_transaction(context, tenant_id) as session:
-        created = store.blob_ensure(
-            session, tenant_id=tenant_id, digest=digest, size=size, at=now
-        )
+        created = store.blob_ensure(session, tenant_id=tenant_id, digest=digest, size=size, at=now)
         reserved = store.upload_delete(session, tenant_id, upload_id)
         bytes_settle(session, tenant_id, reserved=reserved, stored=size if created else 0)

