@@ -133,7 +133,7 @@ def _bytes(folder: Path, fact: FileFact | None, count: int) -> bytes | None:
         return file.read(count)
 
 
-def _own(folder: Path, regular: dict[str, FileFact]) -> OwnFacts | None:
+def _own(folder: Path, regular: dict[str, FileFact]) -> OwnFacts:
     small = {
         path: fact
         for path, fact in regular.items()
@@ -144,11 +144,7 @@ def _own(folder: Path, regular: dict[str, FileFact]) -> OwnFacts | None:
         path: _bytes(folder, small[path], limits.DOC_BYTES)
         for path in TEMPLATE_PATHS & small.keys()
     }
-    try:
-        return own_facts(digests, {path: data for path, data in templates.items() if data})
-    except MalformedError:
-        # Without the facts a declaration about these files is refused.
-        return None
+    return own_facts(digests, {path: data for path, data in templates.items() if data is not None})
 
 
 def _digest(path: Path) -> Digest:

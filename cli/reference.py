@@ -24,7 +24,7 @@ _FORM: Final = "TENANT/ADAPTER, TENANT/ADAPTER:NAME or TENANT/ADAPTER@sha256:…
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A parsed name; ``version`` is a digest, a digest's first digits, an alias, a label or None."""
+    """A parsed name; ``version`` is a digest (or its first digits), an alias, a label or None."""
 
     tenant: str | None
     adapter: str

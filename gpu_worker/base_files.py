@@ -38,7 +38,7 @@ Stamp = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ProvenBase:
-    """A base directory whose bytes were hashed. ``dir`` is absolute; ``files`` are the base files."""
+    """A base directory whose bytes were hashed; ``files`` are its config and weights."""
 
     digest: Digest
     manifest: bytes

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from registry_service.api.service import service_build
 from registry_service.backends.file_signer import FileSigner
 from registry_service.backends.filesystem import FilesystemBlobStore
+from registry_service.backends.safetensors_library import library_disagreement
 from registry_service.backends.system_clock import SystemClock
 from registry_service.domain.errors import RegistryError
 from registry_service.settings import Settings, settings_load
@@ -49,6 +50,7 @@ def context_build(settings: Settings) -> Context:
         routing_signer=FileSigner.load(settings.key_dir / ROUTING_KEY),
         clock=SystemClock(),
         verifier_id=settings.verifier_id,
+        header_check=library_disagreement,
     )
 
 

@@ -65,7 +65,7 @@ class Selection:
             self.adapter = None
 
 
-class _Wrapped(nn.Module):
+class _Wrapped(nn.Module):  # type: ignore[misc]
     """A module of the base, and its name, under which an adapter finds its part."""
 
     def __init__(self, base: nn.Module, name: str, selection: Selection) -> None:
@@ -90,7 +90,7 @@ class _Wrapped(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The base's weight: models read it from here to tie heads and to learn dtypes."""
-        weight: Tensor = self.base.weight  # type: ignore[assignment]
+        weight: Tensor = self.base.weight
         return weight
 
 
@@ -104,7 +104,7 @@ class WrappedLinear(_Wrapped):
             return result + delta
         # DoRA scales the whole product, and the bias not at all.
         bias = self.base.bias
-        plain = result if bias is None else result - bias  # type: ignore[operator]
+        plain = result if bias is None else result - bias
         return result + (part.magnitude - 1) * plain + part.magnitude * delta
 
 
@@ -164,7 +164,7 @@ class LoraModel:
         if base is None:
             raise LoraError(f"{name}: the base has no such module")
         _wrapper(base)
-        weight: Tensor = base.weight  # type: ignore[assignment]
+        weight: Tensor = base.weight
         # As (out, in): a Linear stores it so, the others store (in, out).
         stored = weight if isinstance(base, nn.Linear) else weight.T
         got = (part.b.shape[0], part.a.shape[1])

@@ -94,7 +94,7 @@ def _meta_model(raw: Mapping[str, Any]) -> Any:
         config = config_class.from_dict(fields)
         with torch.device("meta"):
             return model_class(config)
-    except Exception as error:  # noqa: BLE001 - a config from outside; transformers raises anything
+    except Exception as error:
         raise MalformedError(
             f"config.json: transformers makes no {model_class.__name__} from it: "
             f"{shown(str(error))}"

@@ -8,6 +8,7 @@ import platform
 import resource
 import signal
 import struct
+import tempfile
 from typing import Final
 
 from registry_service.domain import limits
@@ -30,8 +31,28 @@ _COPIES_OF_ADAPTER: Final = 8
 _DENIED: Final[dict[str, tuple[int, tuple[int, ...]]]] = {
     "x86_64": (
         0xC000003E,
-        (41, 53, 42, 49, 59, 322, 57, 58, 101, 165, 272, 308, 310, 311, 62, 200, 321, 425, 250)
-        + (323,),
+        (
+            41,
+            53,
+            42,
+            49,
+            59,
+            322,
+            57,
+            58,
+            101,
+            165,
+            272,
+            308,
+            310,
+            311,
+            62,
+            200,
+            321,
+            425,
+            250,
+            323,
+        ),
     ),
     "aarch64": (
         0xC00000B7,
@@ -51,8 +72,15 @@ class _Program(ctypes.Structure):
 
 def process_seal() -> None:
     """No core dumps, no tracing by siblings, and an end with the parent."""
-    _prctl(_PR_SET_DUMPABLE, 0)
+    process_unreadable()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Nothing in the sandbox is writable, and torch asks for this name when it is imported.
+    tempfile.tempdir = "/tmp"  # noqa: S108
+
+
+def process_unreadable() -> None:
+    """No core dumps, and no other process of the same user may read or trace this one."""
+    _prctl(_PR_SET_DUMPABLE, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

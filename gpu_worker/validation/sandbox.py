@@ -49,6 +49,8 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
     # Asking for CUDA must not initialise it in a process that forks.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "CUDA_CACHE_DISABLE": "1",
+    # torch makes this directory when it is imported; one that exists will do, though read-only.
+    "TORCHINDUCTOR_CACHE_DIR": "/tmp",  # noqa: S108
 }
 
 
@@ -126,7 +128,7 @@ def sandbox_find(*, wanted: bool, cuda: bool) -> Sandbox:
     if done.returncode != 0:
         reason = done.stderr.decode("utf-8", "replace").strip()[-300:]
         raise UnavailableError(
-            f"no sandbox: bubblewrap does not work here ({ascii(reason)}); allow user namespaces, "
+            f"no sandbox: bubblewrap does not work here ({reason!a}); allow user namespaces, "
             "or start with --no-sandbox, which every report will say"
         )
     return sandbox

@@ -83,9 +83,11 @@ CREATE TABLE event (
     at        timestamptz NOT NULL,
     body      jsonb       NOT NULL,
     position  bigint      UNIQUE CHECK (position >= 1),
+    -- Orders the events of one transaction, which share their time.
+    written   bigint      GENERATED ALWAYS AS IDENTITY,
     PRIMARY KEY (tenant_id, id)
 );
-CREATE INDEX event_unnumbered ON event (at, id) WHERE position IS NULL;
+CREATE INDEX event_unnumbered ON event (written) WHERE position IS NULL;
 CREATE INDEX event_subject ON event (subject, position);
 
 CREATE TABLE adapter (

@@ -163,7 +163,7 @@ def routing_context_mint(
     )
 
 
-@router.post("/jobs/claim")
+@router.post("/jobs/claim", response_model=None)
 def job_claim(
     body: bodies.ClaimBody, parts: Parts, principal: Principal = _VALIDATOR
 ) -> Response | dict[str, Any]:

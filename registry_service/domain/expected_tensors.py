@@ -24,6 +24,11 @@ KEY_PREFIX: Final = "base_model.model."
 _CONFIG: Final = "adapter_config.json"
 # PEFT saves a full copy of the base's tensor beside an adapter on a module of these names.
 _COPIED: Final = frozenset({"embed_tokens", "lm_head"})
+# On a base with fused experts PEFT rewrites these targets, and all-linear, to the fused parameters.
+_EXPERT_TARGETS: Final = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+# PEFT refuses these on a state-space model: its kernels bypass their forward.
+_STATE_SPACE: Final = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+_STATE_SPACE_TARGETS: Final = frozenset({"out_proj", "conv1d"})
 _LAYER: Final = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 
 
@@ -50,11 +55,12 @@ class ExpectedTensors:
 def expected_tensors(catalog: Catalog, config: LoraConfig) -> ExpectedTensors:
     """All tensors of an adapter with ``config`` on the base of ``catalog``."""
     selected, findings = _select(catalog, config)
-    findings += _kind_findings(selected)
+    findings += _kind_findings(catalog, selected)
+    findings += _expert_findings(catalog, config)
     names = [module.name for module in selected]
     if (len(config.rank_pattern) + len(config.alpha_pattern)) * len(names) > limits.PATTERN_MATCHES:
         findings.append(
-            _structure(Code.PATTERN_UNUSED, "rank_pattern", "fewer patterns", "too many to match")
+            _structure(Code.CONFIG_VALUE, "rank_pattern", "fewer patterns", "too many to match")
         )
     if findings:
         return ExpectedTensors({}, {}, tuple(findings))
@@ -130,30 +136,39 @@ def _layer_of(name: str) -> int | None:
     return int(match["index"]) if match else None
 
 
-def _kind_findings(selected: Iterable[Module]) -> list[Finding]:
+def _kind_findings(catalog: Catalog, selected: Iterable[Module]) -> list[Finding]:
     findings = []
     for module in selected:
+        expected = None
         if module.kind is Kind.OTHER:
-            findings.append(
-                refuse(
-                    Check.STRUCTURE,
-                    Code.TARGET_KIND,
-                    module.name,
-                    "a Linear, Conv1D or Embedding module",
-                    module.class_name,
-                )
-            )
+            expected = "a Linear, Conv1D or Embedding module"
         elif module.last_name in _COPIED:
+            expected = "no target of this name (its full copy in the file is not served yet)"
+        elif catalog.model_type in _STATE_SPACE and module.last_name in _STATE_SPACE_TARGETS:
+            expected = f"no target of this name in a {catalog.model_type} (PEFT refuses it)"
+        if expected is not None:
             findings.append(
-                refuse(
-                    Check.STRUCTURE,
-                    Code.TARGET_KIND,
-                    module.name,
-                    "no target of this name (its full copy in the file is not served yet)",
-                    module.class_name,
-                )
+                refuse(Check.STRUCTURE, Code.TARGET_KIND, module.name, expected, module.class_name)
             )
     return findings
+
+
+def _expert_findings(catalog: Catalog, config: LoraConfig) -> list[Finding]:
+    fused = any(
+        len(shape) == 3 and name in ("gate_up_proj", "down_proj")
+        for module in catalog.modules
+        for name, shape in module.tensors.items()
+    )
+    if not fused:
+        return []
+    expected = "no target that means fused experts (they are not served yet)"
+    targets = config.target_modules
+    rewritten = (
+        [targets]
+        if targets == ALL_LINEAR
+        else [name for name in targets if name.rpartition(".")[2] in _EXPERT_TARGETS]
+    )
+    return [_structure(Code.TARGET_KIND, "target_modules", expected, str(t)) for t in rewritten]
 
 
 def _by_pattern(

@@ -24,6 +24,8 @@ from registry_service.domain.manifest import (
 )
 from registry_service.domain.text import shown
 
+# Read whole to find the chat template, so they are bounded like a document.
+TEMPLATE_PATHS: Final = frozenset({"chat_template.jinja", "tokenizer_config.json"})
 # A zip's end record with the longest comment, so that an archive behind other data is seen.
 TAIL_BYTES: Final = 22 + 65_535
 HEAD_BYTES: Final = 4 * limits.KIB
@@ -91,6 +93,8 @@ def size_limit(path: str) -> int:
         return limits.CONFIG_BYTES
     if path == DECLARATION_PATH:
         return limits.DECLARATION_BYTES
+    if path in TEMPLATE_PATHS:
+        return limits.DOC_BYTES
     return limits.TOKENIZER_FILE_BYTES if path in TOKENIZER_PATHS else limits.DOC_BYTES
 
 

@@ -141,7 +141,7 @@ def info(check: Check, code: Code, where: str, expected: str, got: str) -> Findi
 
 def refused(findings: tuple[Finding, ...] | list[Finding]) -> bool:
     """True when at least one finding refuses."""
-    return any(f.severity is Severity.REFUSE for f in findings)
+    return any(f.severity == Severity.REFUSE for f in findings)
 
 
 def _finding(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from registry_service.domain import limits
+from registry_service.domain import file_set, limits
 from registry_service.domain.base_model import (
     chat_template_digest,
     chat_template_of,
@@ -35,8 +35,9 @@ from registry_service.domain.peft_config import LoraConfig, peft_config_parse
 from registry_service.domain.safetensors_header import Header, header_parse
 from registry_service.domain.structure import structure_check
 
+TEMPLATE_PATHS: Final = file_set.TEMPLATE_PATHS
 _REPORT_PATH: Final = "evaluation-report.json"
-TEMPLATE_PATHS: Final = frozenset({"chat_template.jinja", "tokenizer_config.json"})
+_TOKENIZER_FILES: Final = TOKENIZER_PATHS - {"chat_template.jinja"}
 
 # Says how another reader of the file disagrees with ours, if it does: (prefix, size, header).
 LibraryCheck = Callable[[bytes, int, Header], Finding | None]
@@ -52,11 +53,15 @@ class BaseFacts:
 
 @dataclass(frozen=True, slots=True)
 class OwnFacts:
-    """Digests of what the adapter brings along; None for what it does not bring."""
+    """Digests of what the adapter brings along; None for what it does not bring.
+
+    ``template_fault`` says why its chat template cannot be read.
+    """
 
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
     evaluation_report_digest: str | None = None
+    template_fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +85,18 @@ def own_facts(digests: Mapping[str, Digest], templates: Mapping[str, bytes]) -> 
     """The facts about an adapter's own tokenizer, template and report.
 
     ``digests`` are those of all its files, ``templates`` the bytes of its ``TEMPLATE_PATHS``.
-
-    Raises:
-        MalformedError: a template file that cannot be read.
     """
-    brings = (digests.keys() & TOKENIZER_PATHS) - {"chat_template.jinja"}
-    template = chat_template_digest(chat_template_of(templates)) if templates else None
+    brings = digests.keys() & _TOKENIZER_FILES
+    template, fault = None, None
+    try:
+        template = chat_template_digest(chat_template_of(templates)) if templates else None
+    except MalformedError as error:
+        fault = error.message
     return OwnFacts(
         tokenizer_digest=tokenizer_digest(digests) if brings else None,
         chat_template_digest=template,
         evaluation_report_digest=digests.get(_REPORT_PATH),
+        template_fault=fault,
     )
 
 
@@ -180,9 +187,12 @@ def _against_files(declaration: Declaration, inputs: StaticInputs) -> list[Findi
     paths = {file.path for file in inputs.files}
     tokenizer, template = declaration.tokenizer_digest, declaration.chat_template_digest
     findings = []
-    if inputs.own is None and paths & (TOKENIZER_PATHS | {_REPORT_PATH}):
-        # Without their digests a declaration about these files cannot be believed.
-        findings += _mismatch("tokenizerDigest", "the files' own digests", "none computed")
+    if paths & TEMPLATE_PATHS and own.chat_template_digest is None:
+        # Falling back to the base's would let a template in that nobody has looked at.
+        fault = own.template_fault or "not read"
+        findings += _mismatch("chatTemplateDigest", "a readable chat template", fault)
+    if paths & _TOKENIZER_FILES and own.tokenizer_digest is None:
+        findings += _mismatch("tokenizerDigest", "the digest of the adapter's own", "not computed")
     findings += _expected(
         "tokenizerDigest", own.tokenizer_digest or base.tokenizer_digest, tokenizer
     )

@@ -20,8 +20,8 @@ _SEQUENCER_LOCK: Final = 7_262_002
 # have no gaps and none shows up below one that was already readable.
 _NUMBER = text(
     "WITH waiting AS ("
-    "  SELECT tenant_id, id, row_number() OVER (ORDER BY at, id) AS n FROM event"
-    "  WHERE position IS NULL ORDER BY at, id LIMIT :batch"
+    "  SELECT tenant_id, id, row_number() OVER (ORDER BY written) AS n FROM event"
+    "  WHERE position IS NULL ORDER BY written LIMIT :batch"
     "), last AS (SELECT coalesce(max(position), 0) AS position FROM event) "
     "UPDATE event SET position = last.position + waiting.n FROM waiting, last "
     "WHERE event.tenant_id = waiting.tenant_id AND event.id = waiting.id"

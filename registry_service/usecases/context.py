@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from registry_service.domain.errors import UnavailableError
 from registry_service.domain.policy import POLICY, AdmissionPolicy, tenant_active_check
 from registry_service.domain.roles import Principal
+from registry_service.domain.verification import LibraryCheck
 from registry_service.ports import BlobStore, Clock, Signer
 from registry_service.store.database import Database
 from registry_service.store.tenants import TenantRow, tenant_get
@@ -32,6 +33,7 @@ class Context:
     routing_signer: Signer
     clock: Clock
     verifier_id: str
+    header_check: LibraryCheck | None = None
     policy: AdmissionPolicy = POLICY
 
 

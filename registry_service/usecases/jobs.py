@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
 from registry_service.domain.errors import LeaseLostError, MalformedError
-from registry_service.domain.findings import Finding, refused
+from registry_service.domain.findings import Code, Finding, Severity, refused
 from registry_service.domain.lifecycle import Event, State
 from registry_service.domain.roles import Principal
 from registry_service.domain.text import bounded
@@ -75,7 +75,7 @@ def job_report(
     Raises:
         LeaseLostError, MalformedError.
     """
-    findings = tuple(Finding(**item) for item in report["findings"])
+    findings = tuple(_finding(item) for item in report["findings"])
     if len(canonical_json(report)) > limits.REPORT_BYTES:
         raise MalformedError(f"report: expected at most {limits.REPORT_BYTES} bytes")
     with _held(context, principal, job_id, lease) as (session, job):
@@ -185,6 +185,16 @@ def job_failed(context: Context, session: Session, job: store.JobRow, reason: st
             reason=f"attempt {job.attempt} of {job.max_attempts}: {reason}",
             at=context.clock.now(),
         )
+
+
+def _finding(item: dict[str, Any]) -> Finding:
+    try:
+        code, severity = Code(item["code"]), Severity(item["severity"])
+    except ValueError as error:
+        raise MalformedError(f"report: {bounded(str(error))}") from error
+    return Finding(
+        item["check"], code, item["where"], item["expected"], item["got"], severity
+    )
 
 
 def _validation_queue(context: Context, session: Session, artifact: ArtifactRow) -> None:

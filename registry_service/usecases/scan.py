@@ -16,7 +16,13 @@ from registry_service.domain.file_set import HEAD_BYTES, TAIL_BYTES, FileFact
 from registry_service.domain.findings import Check, Code, Finding, refuse
 from registry_service.domain.manifest import FileEntry
 from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES
-from registry_service.domain.verification import BaseFacts, StaticInputs, static_check
+from registry_service.domain.verification import (
+    TEMPLATE_PATHS,
+    BaseFacts,
+    StaticInputs,
+    own_facts,
+    static_check,
+)
 from registry_service.store import jobs as job_store
 from registry_service.store.artifacts import ArtifactRow, artifact_files, artifact_get
 from registry_service.store.bases import BaseRow, base_find, base_granted, catalog_get
@@ -63,7 +69,8 @@ def _scan(context: Context, job: job_store.JobRow) -> tuple[Finding, ...]:
         if base.catalog_digest is None:
             raise UnavailableError(f"base '{base.name}' is {base.state}: no agreed catalog")
         catalog = catalog_parse(catalog_get(session, base.digest, base.catalog_digest))
-    return static_check(_inputs(context, artifact, files, base, catalog))
+    inputs = _inputs(context, artifact, files, base, catalog)
+    return static_check(inputs, context.header_check)
 
 
 def _inputs(
@@ -104,6 +111,16 @@ def _inputs(
             context, artifact, by_path.get("adapter-declaration.json"), limits.DECLARATION_BYTES
         ),
         catalog=catalog,
+        own=own_facts(
+            {file.path: file.digest for file in files},
+            {
+                path: context.blobs.read(
+                    artifact.tenant_id, by_path[path].digest, limit=limits.DOC_BYTES
+                )
+                for path in TEMPLATE_PATHS & by_path.keys()
+                if by_path[path].size <= limits.DOC_BYTES
+            },
+        ),
         base=BaseFacts(
             tokenizer_digest=base.tokenizer_digest, chat_template_digest=base.chat_template_digest
         ),

@@ -40,7 +40,7 @@ from registry_service.usecases.context import (
 )
 from registry_service.usecases.paging import cursor_decode, limit_check, page
 
-_SECRET_PREFIX = "art_"
+_PREFIX = "art_"
 
 
 def authenticate(context: Context, secret: str) -> Principal:
@@ -82,7 +82,7 @@ def token_create(
         raise MalformedError(
             f"expiresInSeconds: expected 1 to {limits.TOKEN_TTL_SECONDS}, got {seconds}"
         )
-    secret = _SECRET_PREFIX + secrets.token_urlsafe(32)
+    secret = _PREFIX + secrets.token_urlsafe(32)
     now = context.clock.now()
     tenant_id = PLATFORM
     if tenant is not None:

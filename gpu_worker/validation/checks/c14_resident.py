@@ -22,9 +22,7 @@ def resident_predict(candidate: Candidate) -> int:
     )
 
 
-def resident_check(
-    candidate: Candidate, model: PeftModel
-) -> tuple[list[Finding], dict[str, Any]]:
+def resident_check(candidate: Candidate, model: PeftModel) -> tuple[list[Finding], dict[str, Any]]:
     """A difference is a person's to look at: it would break the memory plan of a node."""
     predicted = resident_predict(candidate)
     storages = {

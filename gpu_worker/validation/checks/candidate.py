@@ -61,7 +61,7 @@ def reading(check: Check, what: str, findings: list[Finding]) -> Iterator[None]:
         raise
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise CheckFaultError(f"{what}: {type(error).__name__}: {error}") from error
-    except Exception as error:  # noqa: BLE001 (any failure over untrusted bytes is a finding)
+    except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if any(word in message.lower() for word in _MEMORY_WORDS):
             raise CheckFaultError(f"{what}: {message}") from error

@@ -1,0 +1,68 @@
+"""``adapterctl audit``: what happened, in order."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from cli.connection import connection_of
+from cli.options import AsJson
+from cli.output import json_print, moment, short, table_print
+from cli.reference import artifact_find, reference_parse
+
+_DIGITS_OF = ("generation", "epoch", "node", "reason")
+
+app = typer.Typer(no_args_is_help=True, help="What happened, in order.")
+
+
+@app.command("list")
+def audit_list(
+    context: typer.Context,
+    adapter: Annotated[
+        str | None,
+        typer.Argument(help="TENANT, or an artifact: TENANT/ADAPTER:NAME or …@sha256:…."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The audit trail, oldest first."""
+    named = adapter is not None and any(mark in adapter for mark in "/:@")
+    tenant = (adapter or "").partition("/")[0] or None
+    roles = ("auditor", "operator", "admin", "reviewer", "publisher")
+    with connection_of(context).client(*roles, tenant=tenant) as client:
+        subject = None
+        if named and adapter is not None:
+            tenant, subject = artifact_find(client, reference_parse(adapter))
+        items = list(client.audit_list(tenant=tenant, subject=subject))
+    if as_json:
+        json_print(items)
+    else:
+        events_print(items)
+
+
+def events_print(items: list[dict[str, Any]]) -> None:
+    """Events as a table."""
+    table_print(
+        "",
+        ("INDEX", "AT", "EVENT", "TENANT", "SUBJECT", "BY", "WHAT"),
+        (
+            (
+                item["index"],
+                moment(item["at"]),
+                item["kind"],
+                item["tenant"],
+                short(item["subject"]),
+                item["actor"],
+                _what(item["body"]),
+            )
+            for item in items
+        ),
+        "no events",
+    )
+
+
+def _what(body: dict[str, Any]) -> str:
+    moved = f"{body['from']} → {body['to']}" if {"from", "to"} <= body.keys() else ""
+    named = body.get("alias") or body.get("label") or body.get("name") or ""
+    extra = (f"{key} {body[key]}" for key in _DIGITS_OF if body.get(key))
+    return "; ".join(part for part in (moved, str(named), *extra) if part)

@@ -1,0 +1,134 @@
+"""What a node does before an adapter may run: numbered steps, all of them, every time.
+
+1. the verdict is fetched; 2. it verifies offline against the pinned key, for this base, tenant and
+time, and over this node's own catalog; 3. the files are pulled, unless they lie there from before;
+4. they are read once and hashed against the verdict; 5. config, header and tensors agree exactly
+with the catalog; 6. the tensors of that very buffer are attached; 7. they are applied to as many
+modules as expected; 8. the base's parameters hash as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+from uuid import UUID
+
+from gpu_worker.serving.adapter_load import BaseIdentity, adapter_read, files_read
+from gpu_worker.serving.engine import Engine
+from gpu_worker.serving.lora import LoraError
+from gpu_worker.serving.residency import Key
+from gpu_worker.serving.sequence import EngineError
+from gpu_worker.serving.store import NodeStore
+from gpu_worker.serving.trust import Trust
+from registry_service.client import RegistryClient
+from registry_service.domain.digests import Digest, digest_equal
+from registry_service.domain.errors import RefusedError, UntrustedError
+from registry_service.trust.verdict import VerdictClaims, verdict_verify
+
+_LOG = logging.getLogger(__name__)
+
+
+class Clock(Protocol):
+    """The time."""
+
+    def __call__(self) -> datetime:
+        """Now, with its zone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A loaded adapter: what its verdict says, and its resident bytes."""
+
+    claims: VerdictClaims
+    chat_template_digest: Digest
+    size: int
+
+
+class Admission:
+    """Fetches, proves and loads adapters for one base."""
+
+    def __init__(
+        self,
+        client: RegistryClient,
+        trust: Trust,
+        base: BaseIdentity,
+        engine: Engine,
+        store: NodeStore,
+        *,
+        now: Clock,
+        base_unchanged: Callable[[], bool],
+    ) -> None:
+        self.base = base
+        self._client = client
+        self._trust = trust
+        self._engine = engine
+        self._store = store
+        self._now = now
+        self._base_unchanged = base_unchanged
+
+    def verdict(
+        self, tenant: str, adapter: str, digest: Digest, tenant_id: UUID | None
+    ) -> VerdictClaims:
+        """Steps 1 and 2.
+
+        Raises:
+            NotFoundError: not admitted, or revoked. UntrustedError: it does not hold here.
+        """
+        claims = verdict_verify(
+            self._client.verdict(tenant, digest),
+            trusted=self._trust.verifiers,
+            adapter_digest=digest,
+            base_digest=self.base.digest,
+            tenant_id=tenant_id,
+            now=self._now(),
+        )
+        if (claims.tenant, claims.adapter) != (tenant, adapter):
+            raise UntrustedError("a verdict of another tenant or adapter")
+        if not digest_equal(claims.catalog_digest, self.base.catalog_digest):
+            raise UntrustedError("a verdict over another catalog than this node's own")
+        return claims
+
+    def load(self, claims: VerdictClaims) -> Admitted:
+        """Steps 3 to 8. When it raises, nothing of the adapter is loaded.
+
+        Raises:
+            RegistryError: with the reason.
+        """
+        key = Key(claims.tenant_id, claims.adapter_digest)
+        read = adapter_read(self._files(key, claims), self.base)
+        declared = (read.declaration.tenant, read.declaration.adapter)
+        if declared != (claims.tenant, claims.adapter):
+            raise UntrustedError("a declaration of another tenant or adapter than the verdict's")
+        try:
+            applied, size = self._engine.attach(key, read.adapter)
+        except (LoraError, EngineError) as error:
+            raise RefusedError(f"adapter: does not load: {error}") from error
+        try:
+            if applied != read.modules:
+                raise RefusedError(f"adapter: expected {read.modules} modules, got {applied}")
+            if not self._base_unchanged():
+                raise RefusedError("adapter: the base's parameters changed while it was loaded")
+        except BaseException:
+            self._engine.detach(key)
+            raise
+        template = Digest(read.declaration.chat_template_digest)
+        return Admitted(claims, template, size)
+
+    def _files(self, key: Key, claims: VerdictClaims) -> dict[str, bytes]:
+        folder = self._store.folder(key)
+        if folder.exists():
+            try:
+                return files_read(folder, claims.files)
+            except UntrustedError as error:
+                _LOG.warning("%s: %s; pulled again", key.digest, error.message)
+                self._store.remove(key)
+        self._client.pull(claims.tenant, claims.adapter, claims.adapter_digest, folder)
+        try:
+            return files_read(folder, claims.files)
+        except UntrustedError:
+            self._store.remove(key)
+            raise

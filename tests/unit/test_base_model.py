@@ -1,0 +1,57 @@
+"""A base's files and the digests of its tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from registry_service.domain import base_model as b
+from registry_service.domain.digests import digest_of
+from registry_service.domain.errors import MalformedError, RefusedError
+
+
+def test_tokenizer_digest_takes_tokenizer_files_only() -> None:
+    files = {"tokenizer.json": digest_of(b"1"), "vocab.json": digest_of(b"2")}
+    expected = b.tokenizer_digest(files)
+    more = {"chat_template.jinja": digest_of(b"3"), "README.md": digest_of(b"4")}
+    assert b.tokenizer_digest(more | dict(reversed(files.items()))) == expected
+    assert b.tokenizer_digest(files | {"vocab.json": digest_of(b"3")}) != expected
+    assert b.tokenizer_digest({"tokenizer.json": digest_of(b"1")}) != expected
+
+
+def test_template_comes_from_its_file_first() -> None:
+    config = json.dumps({"chat_template": "old"}).encode()
+    files = {"tokenizer_config.json": config}
+    assert b.chat_template_of(files) == "old"
+    assert b.chat_template_of(files | {"chat_template.jinja": b"new"}) == "new"
+    assert b.chat_template_of({}) == b.chat_template_of({"tokenizer_config.json": b"{}"}) == ""
+    assert b.chat_template_digest("") == digest_of(b"")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": b"\xff"},
+        {"tokenizer_config.json": b"[]"},
+        {"tokenizer_config.json": b'{"chat_template":[{"name":"a","template":"b"}]}'},
+    ],
+)
+def test_no_guessing_about_templates(files: dict[str, bytes]) -> None:
+    with pytest.raises(MalformedError):
+        b.chat_template_of(files)
+
+
+def test_names_and_config_of_a_base() -> None:
+    b.base_names_check(["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"])
+    for paths in (["config.json"], ["m.safetensors"]):
+        with pytest.raises(RefusedError):
+            b.base_names_check(paths)
+    for extra in ("adapter_config.json", "modeling.py"):
+        with pytest.raises(RefusedError, match=extra):
+            b.base_names_check(["config.json", "m.safetensors", extra])
+    assert b.quantization_of(b"{}") == "none"
+    assert b.quantization_of(b'{"quantization_config":{"quant_method":"gptq"}}') == "gptq"
+    for config in (b'{"auto_map":{}}', b'{"quantization_config":{}}'):
+        with pytest.raises(RefusedError):
+            b.quantization_of(config)
