@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -11,7 +12,8 @@ from cli.options import AsJson
 from cli.output import json_print, moment, short, table_print
 from cli.reference import artifact_find, reference_parse
 
-_DIGITS_OF = ("generation", "epoch", "node", "reason")
+_SHOWN: Final = ("generation", "epoch", "node", "reason")
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 app = typer.Typer(no_args_is_help=True, help="What happened, in order.")
 
@@ -51,7 +53,7 @@ def events_print(items: list[dict[str, Any]]) -> None:
                 moment(item["at"]),
                 item["kind"],
                 item["tenant"],
-                short(item["subject"]),
+                _subject(item["subject"]),
                 item["actor"],
                 _what(item["body"]),
             )
@@ -61,8 +63,12 @@ def events_print(items: list[dict[str, Any]]) -> None:
     )
 
 
+def _subject(subject: str) -> str:
+    return subject[:8] + "…" if _UUID.fullmatch(subject) else short(subject)
+
+
 def _what(body: dict[str, Any]) -> str:
     moved = f"{body['from']} → {body['to']}" if {"from", "to"} <= body.keys() else ""
     named = body.get("alias") or body.get("label") or body.get("name") or ""
-    extra = (f"{key} {body[key]}" for key in _DIGITS_OF if body.get(key))
+    extra = (f"{key} {body[key]}" for key in _SHOWN if body.get(key))
     return "; ".join(part for part in (moved, str(named), *extra) if part)

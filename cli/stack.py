@@ -162,6 +162,8 @@ class Stack:
         self.children.stop()
         if self.server is not None:
             self.server.stop()
+            # Or its own exit handler would try once more.
+            self.server.cleanup_mode = None
             self.server = None
         if self.lock is not None:
             self.lock.close()
@@ -193,6 +195,7 @@ class Stack:
     def _database_start(self) -> Path:
         runtime = self.data / "run"
         runtime.mkdir(exist_ok=True)
+        runtime.chmod(0o700)
         os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))
         # Names of processes that are gone (we hold the lock) would keep the server from stopping.
         (self.data / "postgres" / ".handle_pids.json").unlink(missing_ok=True)

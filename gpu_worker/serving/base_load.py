@@ -11,7 +11,8 @@ from typing import Any, Final
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving.parameters import Named, parameters_digest, parameters_named
@@ -78,7 +79,7 @@ def base_load(proven: ProvenBase, device: str) -> LoadedBase:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    model, trouble = AutoModelForCausalLM.from_pretrained(
+    model, trouble = _model_class(config).from_pretrained(
         None, config=config, state_dict=_weights(proven), dtype="auto", output_loading_info=True
     )
     found = {name: sorted(map(str, trouble[name])) for name in _LOADING_TROUBLE if trouble[name]}
@@ -140,6 +141,13 @@ def _weights(proven: ProvenBase) -> dict[str, Tensor]:
             raise RefusedError(f"base: {file.path}: {min(twice)} is in another file too")
         state |= tensors
     return state
+
+
+def _model_class(config: Any) -> Any:
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise RefusedError(f"base: {config.model_type}: not a causal language model") from error
 
 
 def _stop_tokens(config: Any, text: Text) -> frozenset[int]:

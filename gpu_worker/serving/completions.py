@@ -142,7 +142,7 @@ class Completions:
                 raise UntrustedError("a routing context from before this process")
             if not digest_equal(context.tokenizer_digest, self.base.tokenizer_digest):
                 raise UntrustedError("a routing context of another tokenizer")
-            self._seen.claim(context)
+            self._seen.claim(context.jti, context.expires_at)
         except UntrustedError as error:
             raise DeniedError from error
         return context

@@ -55,6 +55,11 @@ def _work(options: argparse.Namespace) -> None:
     bases = [base_prove(directory) for directory in options.base]
     settings = WorkerSettings(options.name, scratch, options.device, sandbox)
     with RegistryClient(options.url, _token(options.token_file)) as client:
+        try:
+            # A token of no use is said at once, not after a base was loaded.
+            client.whoami()
+        except UnavailableError as error:
+            log.warning("%s; starting all the same", error.message)
         worker = ValidationWorker(client, settings, bases)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.stop())

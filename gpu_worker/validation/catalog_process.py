@@ -6,12 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-from gpu_worker.validation.confine import process_seal
+from gpu_worker.validation.confine import process_expendable, process_seal
 from registry_service.domain.digests import digest_parse
 
 
 def main() -> int:
     """Arguments: the base's directory and its digest."""
+    process_expendable()
     process_seal()
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -9,6 +9,7 @@ import resource
 import signal
 import struct
 import tempfile
+from contextlib import suppress
 from typing import Final
 
 from registry_service.domain import limits
@@ -19,7 +20,7 @@ _PR_SET_SECCOMP: Final = 22
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _SECCOMP_MODE_FILTER: Final = 2
 
-_CHILD_FILES: Final = 256
+_CHILD_FILES: Final = 1024
 _CHILD_PROCESSES: Final = 16
 _CHILD_WRITE_BYTES: Final = limits.MIB
 _CHILD_SPARE_BYTES: Final = 3 * limits.GIB
@@ -78,6 +79,15 @@ def process_seal() -> None:
     tempfile.tempdir = "/tmp"  # noqa: S108
 
 
+def process_expendable() -> None:
+    """First in line when memory runs out: the worker and its neighbours must survive.
+
+    Before the seal, after which a plain user's process may not write this any more.
+    """
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+        file.write("900")
+
+
 def process_unreadable() -> None:
     """No core dumps, and no other process of the same user may read or trace this one."""
     _prctl(_PR_SET_DUMPABLE, 0)
@@ -90,9 +100,6 @@ def child_confine(*, adapter_bytes: int, cuda: bool) -> None:
     On CUDA there is no bound on address space (the driver maps far more than it uses), and no
     bound on threads or calls, which the driver needs.
     """
-    # First in line when memory runs out: the zygote and the parent must survive.
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
-        file.write("1000")
     process_seal()
     _limit(resource.RLIMIT_CPU, limits.CHILD_CPU_SECONDS)
     _limit(resource.RLIMIT_NOFILE, _CHILD_FILES)

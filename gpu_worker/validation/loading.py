@@ -60,9 +60,9 @@ def model_build(config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> 
     """
     kind = config.get("model_type")
     # Asked with "in": these mappings load lazily, and their get() does not.
-    config_class = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
-    if config_class is None or config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseLoadError(f"config.json: no causal language model {kind!r}")
+    config_class = CONFIG_MAPPING[kind]
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     model, loading = model_class.from_pretrained(
         None,

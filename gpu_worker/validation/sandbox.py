@@ -95,7 +95,8 @@ class Sandbox:
         if not self.cuda:
             return []
         nodes = sorted(str(path) for path in Path("/dev").glob("nvidia*"))
-        return [part for node in nodes for part in ("--dev-bind", node, node)]
+        binds = [part for node in nodes for part in ("--dev-bind", node, node)]
+        return [*binds, "--ro-bind", "/sys", "/sys"]
 
 
 def sandbox_find(*, wanted: bool, cuda: bool) -> Sandbox:

@@ -78,7 +78,11 @@ class ValidationWorker:
         shutil.rmtree(self._inputs, ignore_errors=True)
         self._inputs.mkdir(parents=True, mode=0o700)
         for base in list(self._bases.values())[:1]:
-            self._zygote(base)
+            try:
+                self._zygote(base)
+            except ZygoteFaultError:
+                if not self._stop.is_set():
+                    raise
 
     def run(self) -> None:
         """Work until stopped.

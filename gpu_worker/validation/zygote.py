@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from gpu_worker.validation.confine import child_confine, process_seal
+from gpu_worker.validation.confine import child_confine, process_expendable, process_seal
 from registry_service.domain import limits
 
 _LINE_BYTES: Final = limits.MIB
@@ -31,6 +31,7 @@ _CHILD_FLAG: Final = "--child"
 
 def main() -> int:
     """Run as the zygote, or with ``--child`` as a started child."""
+    process_expendable()
     process_seal()
     lines = sys.stdin.buffer
     # Answers leave through a descriptor of their own: a library's print cannot forge one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -47,7 +47,9 @@ def _printable(value: str) -> str:
     return value
 
 
-DigestText = Annotated[str, AfterValidator(_digest)]
+# The parser's rule once more, for those who read the generated schema.
+_DIGEST_SCHEMA: Final[dict[str, Any]] = {"pattern": r"^sha256:[0-9a-f]{64}$"}
+DigestText = Annotated[str, AfterValidator(_digest), Field(json_schema_extra=_DIGEST_SCHEMA)]
 TargetName = Annotated[str, Field(min_length=1, max_length=limits.TENSOR_NAME_CHARS)]
 
 

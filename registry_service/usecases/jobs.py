@@ -192,9 +192,7 @@ def _finding(item: dict[str, Any]) -> Finding:
         code, severity = Code(item["code"]), Severity(item["severity"])
     except ValueError as error:
         raise MalformedError(f"report: {bounded(str(error))}") from error
-    return Finding(
-        item["check"], code, item["where"], item["expected"], item["got"], severity
-    )
+    return Finding(item["check"], code, item["where"], item["expected"], item["got"], severity)
 
 
 def _validation_queue(context: Context, session: Session, artifact: ArtifactRow) -> None:

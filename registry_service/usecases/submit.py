@@ -17,7 +17,13 @@ from registry_service.domain.errors import (
     RefusedError,
 )
 from registry_service.domain.lifecycle import Event
-from registry_service.domain.manifest import CONFIG_MEDIA_TYPE, FileEntry, Manifest, manifest_parse
+from registry_service.domain.manifest import (
+    CONFIG_MEDIA_TYPE,
+    FileEntry,
+    Manifest,
+    manifest_config_check,
+    manifest_parse,
+)
 from registry_service.domain.names import adapter_name, tag_name
 from registry_service.domain.roles import Principal
 from registry_service.store.artifacts import (
@@ -66,6 +72,11 @@ def artifact_submit(
         raise RefusedError("statements (manifests with a subject) are not taken here")
     with tenant_scope(context, principal, tenant, active=True) as scope:
         _blobs_check(context, scope, manifest)
+        config = context.blobs.read(
+            scope.tenant.id, manifest.config_digest, limit=limits.CONFIG_BYTES
+        )
+        if manifest_config_check(config, manifest) != adapter:
+            raise RefusedError(f"config blob: expected the name of adapter {adapter}, got another")
         declaration = _declaration(context, scope, manifest)
         if (declaration.tenant, declaration.adapter) != (tenant, adapter):
             raise RefusedError(

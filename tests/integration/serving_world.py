@@ -86,7 +86,9 @@ def base_make(folder: Path, kind: str = "llama") -> Path:
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=1024).save_pretrained(
+        folder
+    )
     return folder
 
 

@@ -22,7 +22,11 @@ from gpu_worker.serving.parameters import parameters_digest  # noqa: E402
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job  # noqa: E402
 from registry_service.domain.errors import RefusedError, UntrustedError  # noqa: E402
 
-pytestmark = pytest.mark.torch
+# peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
+]
 
 PROMPT = torch.arange(1, 20).unsqueeze(0)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,7 +110,7 @@ def test_interleaved_gives_the_same_tokens_as_alone(
     engine: Engine, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     for number, name in enumerate(("a", "b")):
-        applied, size = engine.attach(name, _adapter(bases, tmp_path / name, number))
+        applied, size = engine.attach(name, _adapter(bases, tmp_path / name, number, lora_alpha=64))
         assert applied == 4
         assert size > 0
     names = ["a", "b", None]

@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-import torch  # noqa: E402
+import torch
 
-from gpu_worker.base_files import ProvenBase, base_prove  # noqa: E402
-from gpu_worker.validation.report import report_build  # noqa: E402
-from gpu_worker.validation.sandbox import Sandbox, sandbox_find  # noqa: E402
-from gpu_worker.validation.supervisor import Ready, Zygote, ZygoteFaultError  # noqa: E402
-from tests.integration.validation_inputs import (  # noqa: E402
+from gpu_worker.base_files import ProvenBase, base_prove
+from gpu_worker.validation.report import report_build
+from gpu_worker.validation.sandbox import Sandbox, sandbox_find
+from gpu_worker.validation.supervisor import Ready, Zygote, ZygoteFaultError
+from tests.integration.validation_inputs import (
     WEIGHTS,
     Tensors,
     adapter_change,
@@ -45,8 +45,11 @@ class Bench:
     good: Path
     zygote: Zygote
     ready: Ready
+    stale: bool = False
 
     def check(self, folder: Path) -> dict[str, Any]:
+        if self.stale:
+            self.replace()
         result = self.zygote.run(folder, facts_of(folder))
         return report_build(
             result, device=self.ready.device, versions=self.ready.versions, sandbox=True
@@ -62,6 +65,7 @@ class Bench:
         self.zygote.close()
         self.zygote = Zygote(self.sandbox, self.base, self.inputs, device="cpu")
         self.ready = self.zygote.ready()
+        self.stale = False
 
 
 @pytest.fixture(scope="module")
@@ -232,14 +236,11 @@ def _descendants(pid: int, depth: int) -> list[int]:
     return level
 
 
-def test_child_past_its_time_is_a_fault(bench: Bench) -> None:
-    short = Zygote(bench.sandbox, bench.base, bench.inputs, device="cpu", wall_seconds=0.01)
-    try:
-        short.ready()
-        with pytest.raises(ZygoteFaultError, match="past its time"):
-            short.run(bench.good, facts_of(bench.good))
-    finally:
-        short.close()
+def test_child_past_its_time_is_a_fault(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.zygote, "_wall_seconds", 0.01)
+    bench.stale = True
+    with pytest.raises(ZygoteFaultError, match="past its time"):
+        bench.zygote.run(bench.good, facts_of(bench.good))
 
 
 def test_started_child_gives_the_same(bench: Bench) -> None:

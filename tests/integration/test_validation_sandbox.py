@@ -40,6 +40,7 @@ before = {
     "interfaces": [name for _, name in socket.if_nameindex()],
     "processes": [p for p in os.listdir("/proc") if p.isdigit()],
     "input": open("/sandbox/inputs/given").read(),
+    "first": [os.getppid(), open("/proc/1/comm").read().strip()],
     "capabilities": [l for l in open("/proc/self/status") if l.startswith("CapEff")][0].split()[1],
 }
 child_confine(adapter_bytes=0, cuda=False)
@@ -84,6 +85,7 @@ def test_what_a_child_cannot_do(
         assert seen[name][0] == "failed", (name, seen[name])
     assert seen["socket"][1] == seen["kill"][1] == seen["run"][1] == "PermissionError"
     assert seen["dumpable"] == 0
+    assert seen["first"] == [1, "bwrap"]  # what ending a child's strays relies on
     assert seen["capabilities"] == "0" * 16
     assert seen["interfaces"] in ([], ["lo"])
     assert set(seen["processes"]) <= {"1", "2", "3"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -13,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from registry_service.domain.digests import digest_of
-from registry_service.domain.manifest import FileEntry, media_type_of
+from gpu_worker.validation.checks.candidate import FileFact
 
 WEIGHTS = "adapter_model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -61,13 +61,13 @@ def adapter_change(source: Path, target: Path, change: Callable[[Tensors], None]
     return target
 
 
-def facts_of(directory: Path) -> tuple[FileEntry, ...]:
+def facts_of(directory: Path) -> tuple[FileFact, ...]:
     """What the manifest of an adapter's folder would say."""
     entries = []
     for path in sorted(directory.iterdir()):
         content = path.read_bytes()
-        entry = FileEntry(path.name, digest_of(content), len(content), media_type_of(path.name))
-        entries.append(entry)
+        digest = "sha256:" + hashlib.sha256(content).hexdigest()
+        entries.append(FileFact(path.name, digest, len(content)))
     return tuple(entries)
 
 

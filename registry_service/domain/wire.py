@@ -1,0 +1,374 @@
+"""Documents that cross a process border, as the service answers them.
+
+``schemas/`` is generated from here and from ``declaration``; a test holds the service's real
+answers against these models. Request bodies are in ``registry_service.api.bodies``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+from uuid import UUID
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from registry_service.domain import limits
+from registry_service.domain.findings import Code, Severity
+from registry_service.domain.lifecycle import State
+from registry_service.domain.roles import Role
+
+DigestText = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=limits.SUBJECT_CHARS)]
+Reason = Annotated[str, Field(min_length=1, max_length=limits.REASON_CHARS)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+# To the second: statements are compared byte for byte.
+SecondText = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+
+_VERDICT: Final = "urn:adapter-registry:verdict/v1#"
+_BASE: Final = "urn:adapter-registry:base/v1#"
+
+
+class Wire(BaseModel):
+    """Frozen and strict: an unknown field is refused and nothing is coerced."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_name=True
+    )
+
+
+class Finding(Wire):
+    """One thing that a check saw."""
+
+    check: Annotated[int, Field(ge=1, le=16)]
+    code: Code
+    where: str
+    expected: str
+    got: str
+    severity: Severity
+
+
+class Report(Wire):
+    """All findings of one scan or one validation."""
+
+    stage: Literal["scan", "validate"]
+    attempt: Positive
+    worker: str
+    created_at: AwareDatetime
+    verdict: Literal["pass", "refuse"]
+    report_digest: DigestText
+    findings: Annotated[tuple[Finding, ...], Field(max_length=limits.REPORT_FINDINGS)]
+    device: str
+    versions: dict[str, str]
+    sandbox: bool | None
+    measurements: dict[str, Any]
+
+
+class Artifact(Wire):
+    """One immutable version of an adapter."""
+
+    tenant: Name
+    owner_tenant: UUID
+    adapter_id: Name
+    adapter_digest: DigestText
+    base_model_digest: DigestText
+    peft_type: str
+    rank: Annotated[int, Field(ge=1, le=limits.RANK)]
+    target_modules: tuple[str, ...] | Literal["all-linear"]
+    max_replicas: Positive
+    state: State
+    revision: Positive
+    admitted: bool
+    labels: tuple[str, ...]
+    publisher: Name
+    submitted_at: AwareDatetime
+    bytes: Positive
+
+
+class FeedEvent(Wire):
+    """One numbered event of the log; indexes start at 1 and have no gaps."""
+
+    index: Positive
+    id: UUID
+    kind: Annotated[str, Field(pattern=r"^[a-z]+\.[a-z_]+$")]
+    tenant: Name
+    tenant_id: UUID
+    subject: str
+    actor: Name
+    at: AwareDatetime
+    body: dict[str, Any]
+
+
+class Feed(Wire):
+    """Events after an index, and where to go on."""
+
+    items: tuple[FeedEvent, ...]
+    next: Count
+
+
+class Problem(Wire):
+    """An error of the control plane (RFC 9457, ``application/problem+json``)."""
+
+    type: str
+    title: str
+    status: Annotated[int, Field(ge=400, le=599)]
+    code: Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
+    detail: str
+    request_id: UUID
+    findings: tuple[Finding, ...] | None = None
+
+
+class Alias(Wire):
+    """A movable name of an adapter."""
+
+    alias: Name
+    generation: Positive
+    adapter_digest: DigestText
+    base_model_digest: DigestText
+    updated_at: AwareDatetime
+    actor: Name
+
+
+class AliasMove(Wire):
+    """One move of an alias."""
+
+    generation: Positive
+    previous_digest: DigestText | None
+    adapter_digest: DigestText
+    base_model_digest: DigestText
+    actor: Name
+    reason: Reason
+    at: AwareDatetime
+
+
+class Resolution(Wire):
+    """The digest that a reference names, with what a node compares before it loads."""
+
+    tenant: Name
+    tenant_id: UUID
+    adapter: Name
+    reference: str
+    kind: Literal["alias", "label", "digest"]
+    generation: Count | None
+    adapter_digest: DigestText
+    base_model_digest: DigestText
+    tokenizer_digest: DigestText
+    chat_template_digest: DigestText
+
+
+class RevocationNode(Wire):
+    """One node's part of a revocation."""
+
+    node: Name
+    acknowledged_at: AwareDatetime | None
+    freed_bytes: Count | None
+
+
+class Revocation(Wire):
+    """How far a revocation is."""
+
+    adapter_digest: DigestText
+    state: Literal[State.REVOKING, State.REVOKED]
+    reason: Reason
+    actor: Name
+    at: AwareDatetime
+    deadline_seconds: Count | None
+    nodes: tuple[RevocationNode, ...]
+
+
+class Review(Wire):
+    """One person's decision."""
+
+    reviewer: Name
+    decision: Literal["approve", "reject"]
+    reason: Reason
+    at: AwareDatetime
+
+
+class Job(Wire):
+    """A claimed job as a worker sees it; a catalog job has no adapter digest."""
+
+    id: UUID
+    kind: Literal["scan", "validate", "catalog"]
+    lease: Count
+    lease_seconds: Positive
+    attempt: Count
+    max_attempts: Positive
+    tenant: Name
+    tenant_id: UUID
+    adapter: str
+    adapter_digest: DigestText | None
+    base_model_digest: DigestText
+
+
+class Resident(Wire):
+    """An adapter that a node holds."""
+
+    tenant_id: UUID
+    adapter_digest: DigestText
+    state: Annotated[str, Field(pattern=r"^[A-Z_]+$")]
+
+
+class Node(Wire):
+    """A serving process, bound to one base."""
+
+    node: Name
+    url: str
+    base_model_digest: DigestText
+    state: Literal["LIVE", "LOST"]
+    last_seen_at: AwareDatetime
+    feed_index: Count
+    residents: tuple[Resident, ...]
+
+
+class BaseFile(Wire):
+    """One file of a base's manifest."""
+
+    path: str
+    digest: DigestText
+    size: Count
+
+
+class CatalogMaker(Wire):
+    """Who made which catalog."""
+
+    worker: Name
+    catalog_digest: DigestText
+    at: AwareDatetime
+
+
+class Base(Wire):
+    """A base model."""
+
+    name: Name
+    base_model_digest: DigestText
+    state: Literal["PENDING", "USABLE", "CONFLICTED"]
+    catalog_digest: DigestText | None
+    tokenizer_digest: DigestText
+    chat_template_digest: DigestText
+    quantization: str
+    files: tuple[BaseFile, ...]
+    catalogs: tuple[CatalogMaker, ...]
+    created_at: AwareDatetime
+    grants: tuple[Name, ...]
+
+
+class Tenant(Wire):
+    """An owner of adapters."""
+
+    id: UUID
+    name: Name
+    state: Literal["ACTIVE", "SUSPENDED"]
+    created_at: AwareDatetime
+
+
+class Token(Wire):
+    """A token without its secret."""
+
+    id: UUID
+    subject: Name
+    role: Role
+    tenant: Name | None
+    created_at: AwareDatetime
+    created_by: Name
+    expires_at: AwareDatetime
+    revoked_at: AwareDatetime | None
+
+
+class NewToken(Token):
+    """A token at the one moment when its secret is shown."""
+
+    token: str
+
+
+class Grant(Wire):
+    """A subject's right to run an adapter; withdrawing it raises the epoch."""
+
+    subject: Name
+    epoch: Positive
+    active: bool
+
+
+class DigestSet(Wire):
+    """An in-toto digest set with SHA-256 alone."""
+
+    sha256: HexText
+
+
+class Subject(Wire):
+    """A file, or ``manifest``, which is the artifact itself and comes first."""
+
+    name: str
+    digest: DigestSet
+
+
+class Verifier(Wire):
+    """Who verified."""
+
+    id: str
+
+
+class PolicyReference(Wire):
+    """Which rules were applied."""
+
+    uri: str
+    digest: DigestSet
+
+
+class Attestation(Wire):
+    """A report that the verdict rests on."""
+
+    uri: str
+    digest: DigestSet
+
+
+class Summary(Wire):
+    """What verdicts and base statements have in common (SLSA verification summary v1)."""
+
+    verifier: Verifier
+    time_verified: SecondText
+    resource_uri: Annotated[str, Field(pattern=r"^urn:sha256:[0-9a-f]{64}$")]
+    policy: PolicyReference
+    input_attestations: tuple[Attestation, ...]
+    verification_result: Literal["PASSED"]
+    verified_levels: tuple[Literal["ADAPTER_REGISTRY_ADMITTED"]]
+
+
+class VerdictSummary(Summary):
+    """An adapter's summary; the extensions are named by URI."""
+
+    tenant_id: Annotated[UUID, Field(alias=_VERDICT + "tenantId")]
+    tenant: Annotated[Name, Field(alias=_VERDICT + "tenant")]
+    adapter: Annotated[Name, Field(alias=_VERDICT + "adapter")]
+    base_model_digest: Annotated[DigestText, Field(alias=_VERDICT + "baseModelDigest")]
+    catalog_digest: Annotated[DigestText, Field(alias=_VERDICT + "catalogDigest")]
+    not_after: Annotated[SecondText, Field(alias=_VERDICT + "notAfter")]
+
+
+class BaseSummary(Summary):
+    """A base's summary."""
+
+    name: Annotated[Name, Field(alias=_BASE + "name")]
+    catalog_digest: Annotated[DigestText, Field(alias=_BASE + "catalogDigest")]
+    not_after: Annotated[SecondText, Field(alias=_BASE + "notAfter")]
+
+
+class Statement(Wire):
+    """An in-toto Statement v1."""
+
+    type_: Annotated[Literal["https://in-toto.io/Statement/v1"], Field(alias="_type")]
+    subject: Annotated[tuple[Subject, ...], Field(min_length=1)]
+    predicate_type: Literal["https://slsa.dev/verification_summary/v1"]
+
+
+class VerdictStatement(Statement):
+    """The signed statement that an artifact was admitted on one base."""
+
+    predicate: VerdictSummary
+
+
+class BaseStatement(Statement):
+    """The signed statement that a base was admitted with its catalog."""
+
+    predicate: BaseSummary

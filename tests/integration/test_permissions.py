@@ -1,0 +1,100 @@
+"""Every route has a role check, and the wrong role, the wrong tenant and no token are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+from fastapi.routing import APIRoute
+
+from registry_service.api import control_registry, control_serving, data_plane
+from registry_service.api.auth import roles_of
+from registry_service.domain.roles import Role
+from tests.integration.conftest import World
+
+OPEN = {"/v1/health"}
+
+
+def routes() -> list[APIRoute]:
+    return [
+        route
+        for router in (control_registry.router, control_serving.router, data_plane.router)
+        for route in router.routes
+        if isinstance(route, APIRoute)
+    ]
+
+
+def allowed(route: APIRoute) -> frozenset[Role] | None:
+    found = [roles_of(item.call) for item in route.dependant.dependencies]
+    return next((roles for roles in found if roles is not None), None)
+
+
+def path_of(route: APIRoute, tenant: str = "t-1042") -> str:
+    values = {
+        "tenant": tenant,
+        "digest": "sha256:" + "0" * 64,
+        "reference": "v1",
+        "adapter": "support-zh",
+        "upload_id": "00000000-0000-0000-0000-000000000001",
+        "job_id": "00000000-0000-0000-0000-000000000001",
+        "token_id": "00000000-0000-0000-0000-000000000001",
+        "path:path": "x",
+    }
+    return re.sub(r"{([^}]+)}", lambda match: values.get(match[1], "x"), route.path)
+
+
+def test_every_route_names_its_roles() -> None:
+    bare = {route.path for route in routes() if allowed(route) is None}
+    assert bare == OPEN
+
+
+def send(world: World, method: str, path: str, role: str | None) -> httpx.Response:
+    headers = {} if role is None else {"Authorization": f"Bearer {world.tokens[role]}"}
+    body: dict[str, Any] = {"json": {}} if method in ("POST", "PUT") else {}
+    return httpx.request(method, world.url + path, headers=headers, **body)
+
+
+def test_no_token_and_wrong_roles_are_refused(world: World) -> None:
+    keys = {role: role.value for role in Role} | {Role.PUBLISHER: "publisher:t-1042"}
+    for route in routes():
+        roles = allowed(route)
+        if roles is None:
+            continue
+        for method in sorted(route.methods):
+            path = path_of(route)
+            assert send(world, method, path, None).status_code == 401, (method, path)
+            for role in set(Role) - roles:
+                answer = send(world, method, path, keys[role])
+                assert answer.status_code == 403, (method, path, role)
+
+
+def test_the_wrong_tenant_sees_nothing(world: World) -> None:
+    checked = 0
+    for route in routes():
+        roles = allowed(route) or frozenset()
+        if "{tenant}" not in route.path or Role.PUBLISHER not in roles:
+            continue
+        for method in sorted(route.methods & {"GET", "HEAD"}):
+            theirs = send(world, method, path_of(route), "publisher:t-2001")
+            nobody = send(world, method, path_of(route, "t-9999"), "publisher:t-2001")
+            assert theirs.status_code == nobody.status_code
+            assert theirs.status_code in (403, 404), route.path
+            checked += 1
+    assert checked > 10
+
+
+def test_an_expired_and_a_withdrawn_token_are_refused(world: World) -> None:
+    with world.client("admin") as admin:
+        made = admin.token_create("gone", "auditor", None)
+        world.tokens["gone"] = made["token"]
+        assert send(world, "GET", "/v1/whoami", "gone").status_code == 200
+        admin.token_revoke(made["id"])
+    assert send(world, "GET", "/v1/whoami", "gone").status_code == 401
+
+
+def test_a_suspended_tenants_token_ends(world: World) -> None:
+    with world.client("admin") as admin:
+        admin.tenant_suspend("t-2001", "unpaid")
+    assert send(world, "GET", "/v1/whoami", "publisher:t-2001").status_code == 401
+    assert send(world, "GET", "/v1/whoami", "publisher:t-1042").status_code == 200

@@ -1,0 +1,420 @@
+"""A node as a whole, over HTTP, with an in-memory registry: identity, loading, revocation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+import serving_world as sw  # noqa: E402
+from fastapi.testclient import TestClient  # noqa: E402
+
+from gpu_worker.base_files import ProvenBase  # noqa: E402
+from gpu_worker.serving import startup  # noqa: E402
+from gpu_worker.serving.base_load import LoadedBase, base_load  # noqa: E402
+from gpu_worker.serving.options import Options, Wanted  # noqa: E402
+from gpu_worker.serving.residency import Key  # noqa: E402
+from gpu_worker.serving.store import NodeStore  # noqa: E402
+from gpu_worker.serving.web import app_build  # noqa: E402
+from registry_service.domain.digests import Digest, digest_of  # noqa: E402
+from registry_service.domain.errors import (  # noqa: E402
+    ConflictError,
+    NotFoundError,
+    RefusedError,
+    UntrustedError,
+)
+
+# peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
+]
+
+PROMPT = " ".join(f"w{i}" for i in range(1, 9))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> ProvenBase:
+    return sw.prove(sw.base_make(tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def files(base: ProvenBase, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    found = []
+    for seed in range(2):
+        folder = tmp_path_factory.mktemp("adapter")
+        sw.peft_make(base.dir, folder, seed, lora_alpha=64)
+        found.append(sw.adapter_files(base, folder))
+    return found
+
+
+@dataclass
+class World:
+    """A running node, its registry, and what a caller does."""
+
+    registry: sw.FakeRegistry
+    node: startup.Node
+    http: TestClient
+    digests: list[Digest]
+
+    def ask(
+        self, digest: Digest | None, *, tokens: int = 6, extra: Any = None, **changes: Any
+    ) -> Any:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": tokens, **(extra or {})}).encode()
+        context = self.registry.context(body, digest, **changes)
+        return self.send(body, context)
+
+    def send(self, body: bytes, context: str | None, path: str = "/v1/completions") -> Any:
+        headers = {} if context is None else {"Routing-Context": context}
+        return self.http.post(path, content=body, headers=headers)
+
+    def states(self) -> dict[Digest, str]:
+        return {item.key.digest: str(item.state) for item in self.node.residents.residents()}
+
+
+def options(root: Path, base: ProvenBase, *preload: Wanted) -> Options:
+    return Options(
+        url="http://registry.test",
+        token_file=root / "token",
+        name=sw.NODE,
+        base=base.dir,
+        host="127.0.0.1",
+        port=1,
+        public_url="http://127.0.0.1:1",
+        trust=root / "trust.json",
+        store=root / "store",
+        preload=preload,
+        device="cpu",
+    )
+
+
+def node_make(registry: sw.FakeRegistry, root: Path, loaded: LoadedBase) -> startup.Node:
+    client: Any = registry
+    store = NodeStore(root / "store", url=registry.url, node=sw.NODE)
+    identity = startup.base_admit(client, registry.trust(), registry.base)
+    started = datetime.now(UTC) - timedelta(seconds=30)
+    trust = registry.trust()
+    return startup.Node(client, trust, store, identity, loaded, name=sw.NODE, started_at=started)
+
+
+@pytest.fixture
+def registry(base: ProvenBase, files: list[dict[str, bytes]], tmp_path: Path) -> sw.FakeRegistry:
+    registry = sw.FakeRegistry(tmp_path / "registry", base)
+    for each in files:
+        registry.publish(each)
+    return registry
+
+
+@pytest.fixture
+def world(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) -> Iterator[World]:
+    node = node_make(registry, tmp_path, base_load(base, "cpu"))
+    node.start(options(tmp_path, base))
+    with TestClient(app_build(node.completions), client=("127.0.0.1", 5000)) as http:
+        yield World(registry, node, http, list(registry.artifacts))
+    node.stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_each_request_runs_what_its_context_says(world: World) -> None:
+    first, second = world.digests
+    answers = {key: world.ask(key).json() for key in (None, first, second)}
+    assert len({answer["text"] for answer in answers.values()}) == 3
+    assert answers[None]["adapterDigest"] == "base"
+    assert answers[first]["adapterDigest"] == first
+    assert answers[first]["baseModelDigest"] == world.registry.base.digest
+    assert (answers[first]["promptTokens"], answers[first]["completionTokens"]) == (8, 6)
+    assert answers[first]["finishReason"] == "length"
+    assert world.ask(first).json() == answers[first]
+    assert world.registry.pulls == 2
+    items = world.http.get("/v1/residency").json()["items"]
+    assert {(item["state"], item["references"]) for item in items} == {("SERVING", 0)}
+    assert all(item["residentBytes"] > 0 for item in items)
+
+
+def test_streaming_gives_the_same_text(world: World) -> None:
+    digest = world.digests[0]
+    whole = world.ask(digest).json()
+    answer = world.ask(digest, extra={"stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
+    facts = events.pop()
+    assert "".join(event["text"] for event in events) == whole.pop("text")
+    assert len(events) > 1
+    assert facts == whole
+
+
+def test_whatever_is_not_allowed_gets_one_answer(world: World) -> None:
+    known, revoked = world.digests
+    world.registry.revoke(revoked)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+    context = world.registry.context
+    used = context(body, None)
+    assert world.send(body, used).status_code == 200
+    past = datetime.now(UTC) - timedelta(seconds=90)
+    answers = [
+        world.send(body, None),
+        world.send(body, "nonsense"),
+        world.send(body, used),
+        world.send(body + b" ", context(body, known)),
+        world.send(body, context(body, known)[:-8] + "AAAAAAAA"),
+        world.send(body, context(body, known, node="node-2")),
+        world.send(body, context(body, known, base_digest=digest_of(b"x"))),
+        world.send(body, context(body, known, tokenizer_digest=digest_of(b"x"))),
+        world.send(body, context(body, known, chat_template_digest=digest_of(b"x"))),
+        world.send(
+            body,
+            context(body, known, issued_at=past, expires_at=past + timedelta(seconds=50)),
+        ),
+        world.send(body, context(body, digest_of(b"unknown"))),
+        world.send(body, context(body, revoked)),
+        world.send(body, context(body, known, tenant=sw.OTHER, tenant_id=sw.OTHER_ID)),
+        world.send(body, context(body, known, adapter="another")),
+        world.send(body, context(body, known, tenant_id=UUID(int=5))),
+    ]
+    assert {answer.status_code for answer in answers} == {403}
+    assert len({answer.content for answer in answers}) == 1
+    assert not world.node.engine.cancel(Key(sw.TENANT_ID, revoked))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"temperature": 0.5},
+        {"model": "x"},
+        {"adapter": "../x"},
+        {"max_tokens": 0},
+        {"max_tokens": "3"},
+        {"max_tokens": 4097},
+        {"prompt": ""},
+        {"prompt": "w1 " * 1022},
+        {"prompt": 5},
+        {"stream": 1},
+    ],
+)
+def test_a_body_that_says_more_is_400(world: World, extra: dict[str, Any]) -> None:
+    answer = world.ask(None, extra=extra)
+    assert answer.status_code == 400
+    assert answer.json()["code"] == "MALFORMED"
+
+
+def test_query_and_size(world: World) -> None:
+    body = b"{}"
+    context = world.registry.context(body, None)
+    assert world.send(body, context, "/v1/completions?adapter=x").status_code == 400
+    big = b" " * (1024 * 1024 + 1)
+    assert world.send(big, world.registry.context(big, None)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"catalog_digest": digest_of(b"other")},
+        {"not_after": datetime(2020, 1, 1, tzinfo=UTC)},
+        {"verifier_id": "urn:other"},
+        {"tenant_id": sw.OTHER_ID},
+        {"base_digest": digest_of(b"other")},
+        {"adapter": "another"},
+        {"files": (("adapter_config.json", digest_of(b"x")),)},
+    ],
+)
+def test_a_verdict_that_does_not_hold_loads_nothing(world: World, changes: dict[str, Any]) -> None:
+    world.registry.verdict_changes = changes
+    assert world.ask(world.digests[0]).status_code == 403
+    assert world.states() == {}
+    world.registry.verdict_changes = {}
+    assert world.ask(world.digests[0]).status_code == 200
+
+
+def test_files_that_changed_on_disk_are_not_loaded(world: World, base: ProvenBase) -> None:
+    digest = world.digests[0]
+    key = Key(sw.TENANT_ID, digest)
+    folder = world.node.store.folder(key)
+    world.registry.pull(sw.TENANT, sw.ADAPTER, digest, folder)
+    weights = folder / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(world.registry.artifacts[world.digests[1]].files[weights.name])
+    assert world.ask(digest).json()["text"] != world.ask(world.digests[1]).json()["text"]
+    assert digest_of(weights.read_bytes()) == digest_of(
+        world.registry.artifacts[digest].files[weights.name]
+    )
+
+
+def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None:
+    digest, other = world.digests
+    key = Key(sw.TENANT_ID, digest)
+    assert world.ask(digest).status_code == 200
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 300}).encode()
+    started = world.node.completions.start(world.registry.context(body, digest), body)
+    world.registry.revoke(digest)
+    until(lambda: world.states().get(digest) == "DRAINING")
+    assert world.ask(digest).status_code == 403
+    assert world.ask(other).status_code == 200
+    assert not world.registry.acknowledged
+    assert len(list(started.generation.tokens())) == 300
+    until(lambda: bool(world.registry.acknowledged))
+    tenant_id, acknowledged, freed = world.registry.acknowledged[0]
+    assert (tenant_id, acknowledged) == (str(sw.TENANT_ID), digest)
+    assert freed > 0
+    assert digest not in world.states()
+    assert not world.node.store.folder(key).exists()
+    assert world.node.store.feed_index() == 1
+    world.registry.artifacts[digest].revoked = False
+    assert world.ask(digest).status_code == 403
+
+
+def test_a_deadline_cancels(world: World) -> None:
+    digest = world.digests[0]
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1000}).encode()
+    started = world.node.completions.start(world.registry.context(body, digest), body)
+    world.registry.revoke(digest, deadline=0)
+    assert len(list(started.generation.tokens())) < 1000
+    assert started.generation.finish_reason == "cancelled"
+    until(lambda: bool(world.registry.acknowledged))
+
+
+def test_a_digest_that_is_not_resident_is_acknowledged_too(world: World) -> None:
+    world.registry.revoke(world.digests[0])
+    until(lambda: bool(world.registry.acknowledged))
+    assert world.registry.acknowledged[0][2] == 0
+
+
+def test_what_the_heartbeat_names_is_let_go_of(world: World) -> None:
+    digest = world.digests[0]
+    assert world.ask(digest).status_code == 200
+    world.registry.overdue = [
+        {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": 0}
+    ]
+    world.node.follower.heartbeat(world.node.residents)
+    assert world.ask(digest).status_code == 403
+    until(lambda: bool(world.registry.acknowledged))
+
+
+def test_a_node_that_cannot_renew_refuses_new_work(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.http.get("/readyz").status_code == 200
+    world.registry.down = True
+    assert world.ask(None).status_code == 200
+    monkeypatch.setattr(world.node.follower, "_elapsed", lambda: time.monotonic() + 16)
+    answer = world.ask(None)
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert world.http.get("/readyz").status_code == 503
+    assert world.http.get("/healthz").status_code == 200
+    world.registry.down = False
+    world.node.follower.heartbeat(world.node.residents)
+    assert world.ask(None).status_code == 200
+
+
+def test_a_registry_that_is_down_is_503_and_leaves_nothing(world: World) -> None:
+    world.registry.down = True
+    assert world.ask(world.digests[0]).status_code == 503
+    assert world.states() == {}
+    world.registry.down = False
+    assert world.ask(world.digests[0]).status_code == 200
+
+
+def test_preload(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) -> None:
+    digests = list(registry.artifacts)
+    wanted = [Wanted(sw.TENANT, sw.ADAPTER, digest) for digest in digests]
+    loaded = base_load(base, "cpu")
+    node = node_make(registry, tmp_path, loaded)
+    node.start(options(tmp_path, base, *wanted))
+    assert all(node.residents.serving(Key(sw.TENANT_ID, digest)) for digest in digests)
+    assert len(registry.catalogs) == 1
+    assert registry.registered == [(sw.NODE, node.base.catalog_digest)]
+    assert [item["state"] for item in registry.heartbeats[0]] == ["SERVING", "SERVING"]
+    with pytest.raises(ConflictError):
+        NodeStore(tmp_path / "store", url=registry.url, node=sw.NODE)
+    node.stop()
+    registry.registered.clear()
+    registry.revoke(digests[1])
+    again = node_make(registry, tmp_path, base_load(base, "cpu"))
+    with pytest.raises(NotFoundError):
+        again.start(options(tmp_path, base, *wanted))
+    assert registry.registered == []
+    again.stop()
+
+
+def test_a_preload_that_was_revoked_meanwhile_stops_the_start(
+    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
+) -> None:
+    digest = next(iter(registry.artifacts))
+    registry.overdue = [
+        {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
+    ]
+    node = node_make(registry, tmp_path, base_load(base, "cpu"))
+    with pytest.raises(RefusedError, match="revoked meanwhile"):
+        node.start(options(tmp_path, base, Wanted(sw.TENANT, sw.ADAPTER, digest)))
+    node.stop()
+
+
+def test_files_of_an_earlier_run_are_reported_and_purged(
+    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
+) -> None:
+    digest = next(iter(registry.artifacts))
+    node = node_make(registry, tmp_path, base_load(base, "cpu"))
+    folder = node.store.folder(Key(sw.TENANT_ID, digest))
+    registry.pull(sw.TENANT, sw.ADAPTER, digest, folder)
+    registry.overdue = [
+        {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
+    ]
+    node.start(options(tmp_path, base))
+    assert registry.heartbeats[0][0]["state"] == "STORED"
+    until(lambda: bool(registry.acknowledged))
+    assert not folder.exists()
+    node.stop()
+
+
+def test_a_base_that_the_registry_does_not_know_stops_the_start(
+    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
+) -> None:
+    client: Any = registry
+    other = sw.prove(sw.base_make(tmp_path / "other", "gpt2"))
+    with pytest.raises(RefusedError, match="no base"):
+        startup.base_admit(client, registry.trust(), other)
+    registry.state = "CONFLICTED"
+    with pytest.raises(RefusedError, match="CONFLICTED"):
+        startup.base_admit(client, registry.trust(), base)
+    registry.state = "PENDING"
+    assert startup.base_admit(client, registry.trust(), base).digest == base.digest
+    forged = sw.FakeRegistry(tmp_path / "forged", base)
+    with pytest.raises(UntrustedError):
+        startup.base_admit(client=forged, trust=registry.trust(), proven=base)  # type: ignore[arg-type]
+
+
+def test_a_context_from_before_this_process_is_refused(world: World) -> None:
+    issued = datetime.now(UTC) - timedelta(seconds=40)
+    expires = issued + timedelta(seconds=59)
+    assert world.ask(None, issued_at=issued, expires_at=expires).status_code == 403
+
+
+def test_an_unusable_start_ends_with_a_clear_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ["--url", "http://127.0.0.1:1", "--token-file", str(tmp_path / "none")]
+    arguments += ["--name", "node-1", "--base", str(tmp_path), "--port", "1"]
+    arguments += ["--trust", str(tmp_path / "trust.json"), "--store", str(tmp_path / "store")]
+    assert startup.main(arguments) == 2
+    assert "trust.json: cannot be read" in caplog.text
+    assert startup.main([*arguments, "--preload", "t/a:prod"]) == 2
+    assert "--preload: expected tenant/adapter@sha256" in caplog.text
