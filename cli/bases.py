@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,6 +15,8 @@ from cli.output import ProgressLines, json_print, moment, pairs_print, say, shor
 from registry_service.domain.errors import MalformedError, RefusedError
 
 _READERS = ("operator", "admin", "reviewer", "auditor", "publisher")
+
+_BUILDER: Final = "gpu_worker.validation.catalog_process"
 
 app = typer.Typer(no_args_is_help=True, help="Base models.")
 
@@ -104,7 +106,10 @@ def base_catalog(
 ) -> None:
     """Make a base's catalog on this machine, for 'adapterctl check --catalog'."""
     content = catalog_build(folder)
-    out.write_bytes(content)
+    try:
+        out.write_bytes(content)
+    except OSError as error:
+        raise MalformedError(f"cannot write {out}: {error.strerror}") from error
     say(f"{out}: {len(content):,} bytes")
 
 
@@ -125,14 +130,15 @@ def catalog_build(folder: Path) -> bytes:
     Raises:
         MalformedError: not a base that can be read. RefusedError: one that is refused.
     """
-    if not folder.is_dir():
-        raise MalformedError(f"{folder}: expected a folder")
-    say(f"making the catalog of {folder}")
-    command = [sys.executable, "-m", "gpu_worker.validation.catalog_builder", str(folder)]
+    from cli.base_folder import base_read
+
+    with ProgressLines("hashing") as progress:
+        digest = base_read(folder.name, folder, progress).digest
+    command = [sys.executable, "-m", _BUILDER, str(folder), digest]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode == 0:
         return done.stdout
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    reason = lines[-1] if lines else f"the builder ended with {done.returncode}"
-    kind = RefusedError if done.returncode == RefusedError.exit_code else MalformedError
-    raise kind(f"no catalog of {folder}: {reason}")
+    kind, _, reason = (lines[-1] if lines else "").partition(": ")
+    error = RefusedError if kind.endswith(RefusedError.__name__) else MalformedError
+    raise error(f"no catalog of {folder}: {reason or f'the builder ended with {done.returncode}'}")

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 _SUPPORT: Final = ("t-1042", "support-zh")
 _LEGAL: Final = ("t-2001", "legal-faq")
 _TRAINING: Final = "gpu_worker.demo_training"
-# At some 40 ms a token long enough for an alias to move and a revocation to start meanwhile.
-_LONG_TOKENS: Final = 240
 _SHORT_TOKENS: Final = 24
+# Long enough for an alias to move and a revocation to start meanwhile, on any machine.
+_LONG_SECONDS: Final = 10.0
+_LONG_TOKENS: Final = (60, 2_000)
 _REVOKED_SECONDS: Final = 60
 
 
@@ -163,6 +164,9 @@ def _serve(world: World) -> None:
             line(f"  operator lets alice run {tenant}/{adapter}")
     said = world.sentence("support-zh-v1")
     tuned = world.complete(*_SUPPORT, "prod", _SHORT_TOKENS)
+    began = time.monotonic()
+    world.complete(*_SUPPORT, "prod", _SHORT_TOKENS)
+    world.token_seconds = (time.monotonic() - began) / _SHORT_TOKENS
     claim(tuned["adapterDigest"] == world.digests["support-zh-v1"], "prod ran v1")
     claim(said in tuned["text"], f"with the adapter: {said!r}", f"got {tuned['text']!r}")
     base = world.complete(_SUPPORT[0], None, None, _SHORT_TOKENS)
@@ -211,7 +215,7 @@ def _move(world: World) -> None:
     from cli.demo_world import Running, claim
 
     world.step(7, "move prod to v2 while a long request runs on v1")
-    long = Running(lambda: world.complete(*_SUPPORT, "prod", _LONG_TOKENS))
+    long = Running(lambda: world.complete(*_SUPPORT, "prod", _long_tokens(world)))
     time.sleep(1.0)
     _alias(world, "v2")
     claim(long.is_alive(), "the long request still runs")
@@ -221,6 +225,11 @@ def _move(world: World) -> None:
     claim(said in after["text"], f"and says {said!r}", f"got {after['text']!r}")
     before = long.result()
     _claim_v1(world, before)
+
+
+def _long_tokens(world: World) -> int:
+    least, most = _LONG_TOKENS
+    return max(least, min(most, int(_LONG_SECONDS / world.token_seconds)))
 
 
 def _claim_v1(world: World, answer: dict[str, Any]) -> None:
@@ -238,7 +247,7 @@ def _revoke(world: World) -> None:
 
     digest = world.digests["support-zh-v1"]
     world.step(8, f"revoke v1, {digest}, while a request runs on it")
-    long = Running(lambda: world.complete(*_SUPPORT, digest, _LONG_TOKENS))
+    long = Running(lambda: world.complete(*_SUPPORT, digest, _long_tokens(world)))
     time.sleep(1.0)
     operator = world.profile["tokens"]["operator"]
     version = f"{'/'.join(_SUPPORT)}@{digest}"

@@ -41,6 +41,7 @@ class World:
     profile: dict[str, Any] = field(default_factory=dict)
     publishers: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    token_seconds: float = 0.1
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 100
 _SHORT_HEX: Final = 12
+_WHOLE_CHARS: Final = 19
 _PLAIN_STEP: Final = 0.25
 
 _HINTS: Final[Sequence[tuple[type[RegistryError], str]]] = (
@@ -97,15 +97,17 @@ def table_print(
     from rich.table import Table
     from rich.text import Text
 
-    listed = [[Text(plain(cell)) for cell in row] for row in rows]
+    listed = [[plain(cell) for cell in row] for row in rows]
     if not listed:
         say(empty)
         return
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for index, column in enumerate(columns):
+        # What is short stays whole; only long text gives way.
+        longest = max(len(row[index]) for row in listed)
+        table.add_column(column, overflow="fold", no_wrap=longest <= _WHOLE_CHARS)
     for row in listed:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console().print(table)
 
 
@@ -150,7 +152,6 @@ class ProgressLines:
         self._bars: Any = None
         self._tasks: dict[str, Any] = {}
         self._next: dict[str, float] = {}
-        self._started = time.monotonic()
 
     def __enter__(self) -> ProgressLines:
         shown = console(error=True)
@@ -176,7 +177,6 @@ class ProgressLines:
             self._bars.update(self._tasks[name], completed=done)
             return
         part = done / total if total else 1.0
-        if part >= self._next.get(name, 0.0) or done == total:
+        if done == total or part >= self._next.get(name, _PLAIN_STEP):
             self._next[name] = part + _PLAIN_STEP
-            if done == total or total > 16 * 1024 * 1024:
-                say(f"{self._what} {name}: {done:,} of {total:,} bytes")
+            say(f"{self._what} {name}: {done:,} of {total:,} bytes")

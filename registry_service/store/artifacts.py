@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -154,9 +154,18 @@ def artifact_insert(
 
 
 def artifact_advance(
-    session: Session, artifact: ArtifactRow, event: Event, *, actor: str, reason: str, at: datetime
+    session: Session,
+    artifact: ArtifactRow,
+    event: Event,
+    *,
+    actor: str,
+    reason: str,
+    at: datetime,
+    details: Mapping[str, Any] | None = None,
 ) -> tuple[State, UUID]:
     """Move a locked artifact and write the event of it; the new state and the event's id.
+
+    ``details`` are added to the event's body.
 
     Raises:
         IllegalMoveError: the lifecycle has no such move.
@@ -174,6 +183,7 @@ def artifact_advance(
         reason=reason,
         at=at,
         adapter=artifact.adapter,
+        details=details,
     )
     session.execute(
         _STATE,
@@ -248,6 +258,7 @@ def _move_insert(
     reason: str,
     at: datetime,
     adapter: str,
+    details: Mapping[str, Any] | None = None,
 ) -> UUID:
     from_state, event, to_state = states
     event_id = event_append(
@@ -263,6 +274,7 @@ def _move_insert(
             "to": to_state,
             "revision": revision,
             "reason": reason,
+            **(details or {}),
         },
     )
     session.execute(

@@ -140,6 +140,7 @@ def _revoke(
         actor=principal.subject,
         reason=reason,
         at=now,
+        details={"deadlineSeconds": deadline_seconds},
     )
     store.revocation_insert(
         session,
