@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,9 +38,18 @@ def demo(
     ),
 ) -> None:
     """One real adapter from training to serving and out again, with every claim checked."""
-    from cli.demo_world import World, line, stack_running
+    from cli.demo_world import World, alone, line
 
     world = World(var.resolve())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with alone(world.var / "demo"):
+        _run(world)
+    line(f"\n[{time.monotonic() - world.started:5.1f} s] demo: ok")
+
+
+def _run(world: World) -> None:
+    from cli.demo_world import stack_running
+
     _base(world)
     _train(world)
     world.step(3, "start the stack")
@@ -52,7 +62,6 @@ def demo(
         _move(world)
         _revoke(world)
         _audit(world)
-    line(f"\n[{time.monotonic() - world.started:5.1f} s] demo: ok")
 
 
 def _base(world: World) -> None:

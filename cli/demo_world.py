@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import httpx
 
+from cli.processes import die_with_parent
 from cli.stack import child_environment
 from registry_service.client import RegistryClient
 from registry_service.domain.digests import digest_of
-from registry_service.domain.errors import RegistryError
+from registry_service.domain.errors import ConflictError, RegistryError
 
 _READY_SECONDS: Final = 240.0
 _STOP_SECONDS: Final = 90.0
@@ -169,9 +170,7 @@ def stack_running(world: World) -> Iterator[None]:
     """``adapterctl up`` as a process, from its ready line to its clean end."""
     command = [sys.executable, "-m", _MODULE, "up", "--port", "0"]
     command += ["--data-dir", str(world.stack), "--base", f"smollm2={world.base}"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=child_environment({}), text=True
-    )
+    process = _start(command)
     try:
         assert process.stdout is not None  # noqa: S101 - it was asked for
         timer = threading.Timer(_READY_SECONDS, process.terminate)
@@ -195,14 +194,46 @@ def process_relay(arguments: Sequence[str]) -> None:
     Raises:
         DemoFailedError: it failed.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    process = _start([sys.executable, "-m", *arguments])
     assert process.stdout is not None  # noqa: S101 - it was asked for
-    for text in process.stdout:
-        line(f"  {text.rstrip()}")
-    if process.wait() != 0:
+    try:
+        for text in process.stdout:
+            line(f"  {text.rstrip()}")
+    finally:
+        if sys.exc_info()[0] is not None:
+            process.terminate()
+        process.wait()
+    if process.returncode != 0:
         raise DemoFailedError(f"{arguments[0]} failed with exit code {process.returncode}")
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=child_environment({}),
+        text=True,
+        # Ctrl-C is for the demo, which ends what it started.
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - before any thread is started
+    )
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a folder against another demo.
+
+    Raises:
+        ConflictError: one is running there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConflictError(f"another demo runs in {folder}") from error
+        yield
 
 
 def claim(holds: bool, what: str, otherwise: str = "") -> None:

@@ -75,7 +75,7 @@ class Children:
                 env=dict(environment),
                 # Ctrl-C is for the supervisor alone, which stops them in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - before any thread is started
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - before any thread is started
             )
         child = Child(name, process, log)
         self.running.append(child)
@@ -122,7 +122,7 @@ def _log_open(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _die_with_parent() -> None:
-    # A supervisor that was killed must not leave services behind. Linux only.
+def die_with_parent() -> None:
+    """For ``preexec_fn``: end this child when its parent is gone, however that came about."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

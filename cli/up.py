@@ -60,7 +60,7 @@ def bases_parse(given: list[str]) -> dict[str, Path]:
     bases: dict[str, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")
-        if not equals or not Path(folder).is_dir():
+        if not (equals and folder and Path(folder).is_dir()):
             raise MalformedError(f"--base: expected NAME=DIR with a folder, got '{text}'")
         if name in bases:
             raise MalformedError(f"--base: {name} is named twice")

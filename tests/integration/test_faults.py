@@ -1,0 +1,115 @@
+"""Faults of ours: nothing is lost, nothing is half-written, and no artifact is burnt by them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from registry_service.domain import limits
+from registry_service.domain.digests import digest_of
+from registry_service.domain.errors import UnavailableError
+from registry_service.usecases.context import reading, tenant_transaction
+from registry_service.usecases.maintenance import blobs_sweep
+from tests.integration.conftest import World, basic
+
+REPOSITORY = "/v2/t-1042/support-zh"
+
+
+def publisher(world: World) -> httpx.Client:
+    return httpx.Client(base_url=world.url, headers=basic(world.tokens["publisher:t-1042"]))
+
+
+def tenant_of(world: World) -> UUID:
+    with reading(world.context) as session:
+        found = session.execute(text("SELECT id FROM tenant WHERE name = 't-1042'"))
+        return UUID(str(found.scalar_one()))
+
+
+def test_a_scan_that_cannot_read_the_store_stalls_and_is_requeued(
+    world: World, tmp_path: Path
+) -> None:
+    digest = world.publish(tmp_path / "a")
+    weights = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    tenant = tenant_of(world)
+    world.context.blobs.delete(tenant, digest_of(weights))
+    for _ in range(limits.JOB_ATTEMPTS):
+        with tenant_transaction(world.context, tenant) as session:
+            session.execute(text("UPDATE job SET lease_until = now() - interval '1 second'"))
+        world.settle()
+    with world.client("operator") as operator:
+        assert operator.artifact_show("t-1042", digest)["state"] == "STALLED"
+        # Publishing the same bytes again puts the blob back, and the artifact is not burnt.
+        with publisher(world) as client:
+            location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+            client.patch(location, content=weights)
+            assert client.put(location, params={"digest": digest_of(weights)}).status_code == 201
+        operator.artifact_requeue("t-1042", digest, "the store is mended")
+        world.settle()
+        assert operator.artifact_show("t-1042", digest)["state"] == "VALIDATING"
+
+
+def test_death_between_blob_and_row_is_mended_by_repeating(world: World) -> None:
+    content = b"x" * 1000
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(location, content=content)
+        upload = UUID(location.rsplit("/", 1)[1])
+        # The bytes became a blob, and the service died before the row.
+        world.context.blobs.upload_commit(tenant_of(world), upload, digest_of(content), None)
+        assert client.head(f"{REPOSITORY}/blobs/{digest_of(content)}").status_code == 404
+        retry = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(retry, content=content)
+        assert client.put(retry, params={"digest": digest_of(content)}).status_code == 201
+        assert client.get(f"{REPOSITORY}/blobs/{digest_of(content)}").content == content
+
+
+def test_a_full_store_is_unavailable_and_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> object:
+        raise UnavailableError("the blob store is full; try again later", retry_after=30)
+
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        with monkeypatch.context() as patch:
+            patch.setattr(world.context.blobs, "upload_writer", full)
+            answer = client.patch(location, content=b"abc")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+        status = client.get(location)
+        assert (status.status_code, status.headers["range"]) == (204, "0-0")
+        assert client.patch(location, content=b"abc").status_code == 202
+
+
+def test_a_blob_that_the_store_spoiled_is_not_served(world: World, tmp_path: Path) -> None:
+    digest = world.admit(tmp_path / "a")
+    weights = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    digits = digest_of(weights).removeprefix("sha256:")
+    (path,) = Path(world.context.blobs._root).rglob(digits)  # type: ignore[attr-defined]
+    path.chmod(0o600)
+    path.write_bytes(weights[:-1] + b"\xff")
+    with world.client("node") as node, pytest.raises(UnavailableError):
+        node.pull("t-1042", "support-zh", digest, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+def test_the_sweeper_takes_unreferenced_blobs_and_no_others(world: World, tmp_path: Path) -> None:
+    digest = world.publish(tmp_path / "a")
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(location, content=b"orphan")
+        client.put(location, params={"digest": digest_of(b"orphan")})
+    assert blobs_sweep(world.context) == 0
+    tenant = tenant_of(world)
+    with tenant_transaction(world.context, tenant) as session:
+        past = world.context.clock.now() - timedelta(seconds=1)
+        session.execute(text("UPDATE blob SET lease_until = :past"), {"past": past})
+    assert blobs_sweep(world.context) == 1
+    assert world.context.blobs.size(tenant, digest_of(b"orphan")) is None
+    world.settle()
+    with world.client("operator") as operator:
+        assert operator.artifact_show("t-1042", digest)["state"] == "VALIDATING"
