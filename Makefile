@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 # The first Python that is new enough and works: a shim may exist and yet fail when it is called.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \

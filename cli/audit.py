@@ -43,24 +43,23 @@ def audit_list(
 
 
 def events_print(items: list[dict[str, Any]]) -> None:
-    """Events as a table."""
-    table_print(
-        "",
-        ("INDEX", "AT", "EVENT", "TENANT", "SUBJECT", "BY", "WHAT"),
+    """Events as a table; whom they are about is left out when it is the same for all."""
+    rows: list[tuple[object, ...]] = [
         (
-            (
-                item["index"],
-                moment(item["at"]),
-                item["kind"],
-                item["tenant"],
-                _subject(item["subject"]),
-                item["actor"],
-                _what(item["body"]),
-            )
-            for item in items
-        ),
-        "no events",
-    )
+            item["index"],
+            moment(item["at"]),
+            item["kind"],
+            f"{item['tenant']} {_subject(item['subject'])}",
+            item["actor"],
+            _what(item["body"]),
+        )
+        for item in items
+    ]
+    columns = ["INDEX", "AT", "EVENT", "ABOUT", "BY", "WHAT"]
+    if len({row[3] for row in rows}) == 1:
+        columns.pop(3)
+        rows = [row[:3] + row[4:] for row in rows]
+    table_print("", columns, rows, "no events", whole=("EVENT",))
 
 
 def _subject(subject: str) -> str:

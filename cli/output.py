@@ -91,9 +91,17 @@ def json_print(value: Any) -> None:
 
 
 def table_print(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    empty: str,
+    *,
+    whole: Sequence[str] = (),
 ) -> None:
-    """A table on stdout, or ``empty`` on stderr when there are no rows."""
+    """A table on stdout, or ``empty`` on stderr when there are no rows.
+
+    Columns in ``whole`` are never wrapped.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -105,7 +113,9 @@ def table_print(
     for index, column in enumerate(columns):
         # What is short stays whole; only long text gives way.
         longest = max(len(row[index]) for row in listed)
-        table.add_column(column, overflow="fold", no_wrap=longest <= _WHOLE_CHARS)
+        table.add_column(
+            column, overflow="fold", no_wrap=column in whole or longest <= _WHOLE_CHARS
+        )
     for row in listed:
         table.add_row(*map(Text, row))
     console().print(table)

@@ -148,7 +148,9 @@ def test_a_decision_needs_the_whole_digest() -> None:
         artifact_find(client, reference_parse("t-1/a@sha256:abababababab"), exact=True)
 
 
-@pytest.mark.parametrize("kind", RegistryError.__subclasses__())
+@pytest.mark.parametrize(
+    "kind", [kind for kind in RegistryError.__subclasses__() if kind.__module__.endswith(".errors")]
+)
 def test_exit_codes_are_those_of_the_errors(
     serve: Callable[[Handler], None], capsys: pytest.CaptureFixture[str], kind: type[RegistryError]
 ) -> None:
