@@ -33,6 +33,7 @@ _SEQUENCE_SECONDS: Final = 0.05
 _SCAN_SECONDS: Final = 0.2
 _SWEEP_SECONDS: Final = 1.0
 _CLEAN_SECONDS: Final = 60.0
+_ORPHAN_SECONDS: Final = 3600.0
 
 
 def context_build(settings: Settings) -> Context:
@@ -80,6 +81,7 @@ def background_run(context: Context, stop: threading.Event) -> None:
         ("scanner", _SCAN_SECONDS, lambda: _while_any(lambda: scan_next(context), stop)),
         ("sweeper", _SWEEP_SECONDS, lambda: _sweep(context)),
         ("cleaner", _CLEAN_SECONDS, lambda: _clean(context)),
+        ("orphans", _ORPHAN_SECONDS, lambda: maintenance.orphans_sweep(context)),
     ]
     threads = [
         threading.Thread(target=_loop, args=(name, seconds, step, stop), name=name)

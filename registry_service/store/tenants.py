@@ -80,6 +80,11 @@ def tenant_get(session: Session, name: str, *, lock: bool = False) -> TenantRow:
     return TenantRow(*row)
 
 
+def tenant_ids(session: Session) -> list[UUID]:
+    """The ids of all tenants."""
+    return list(session.execute(text("SELECT id FROM tenant")).scalars())
+
+
 def tenant_state_set(session: Session, tenant_id: UUID, state: str) -> None:
     """Set a tenant's state."""
     session.execute(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from registry_service.domain import limits
 from registry_service.domain.errors import RegistryError
 from registry_service.store import blobs as blob_store
 from registry_service.store import jobs as job_store
 from registry_service.store.events import events_number
 from registry_service.store.nodes import revocations_drained
-from registry_service.store.tenants import bytes_settle
+from registry_service.store.tenants import bytes_settle, tenant_ids
 from registry_service.usecases.context import Context, system_transaction, tenant_transaction
 from registry_service.usecases.jobs import job_failed
 from registry_service.usecases.revocations import drained_settle
@@ -54,6 +57,27 @@ def uploads_sweep(context: Context) -> int:
             reserved = blob_store.upload_delete(session, upload.tenant_id, upload.id)
             bytes_settle(session, upload.tenant_id, reserved=reserved, stored=0)
     return len(expired)
+
+
+def orphans_sweep(context: Context) -> int:
+    """Delete stored bytes that never got a row: the service died in between; how many.
+
+    Only what is older than a blob's lease: a younger one may be waiting for its row.
+    """
+    with system_transaction(context) as session:
+        tenants = tenant_ids(session)
+    oldest = context.clock.now() - timedelta(seconds=limits.BLOB_LEASE_SECONDS)
+    swept = 0
+    for tenant_id in tenants:
+        for digest, stored_at in context.blobs.list(tenant_id):
+            if stored_at > oldest:
+                continue
+            with tenant_transaction(context, tenant_id) as session:
+                known = blob_store.blob_size(session, tenant_id, digest) is not None
+            if not known:
+                context.blobs.delete(tenant_id, digest)
+                swept += 1
+    return swept
 
 
 def blobs_sweep(context: Context) -> int:

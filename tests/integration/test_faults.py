@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from registry_service.domain import limits
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import UnavailableError
 from registry_service.usecases.context import reading, tenant_transaction
-from registry_service.usecases.maintenance import blobs_sweep
+from registry_service.usecases.maintenance import blobs_sweep, orphans_sweep
 from tests.integration.conftest import World, basic
 
 REPOSITORY = "/v2/t-1042/support-zh"
@@ -113,3 +114,21 @@ def test_the_sweeper_takes_unreferenced_blobs_and_no_others(world: World, tmp_pa
     world.settle()
     with world.client("operator") as operator:
         assert operator.artifact_show("t-1042", digest)["state"] == "VALIDATING"
+
+
+def test_stored_bytes_without_a_row_are_swept_once_they_are_old(world: World) -> None:
+    content, tenant = b"never got a row", tenant_of(world)
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(location, content=content)
+    digest = digest_of(content)
+    upload = UUID(location.rsplit("/", 1)[1])
+    world.context.blobs.upload_commit(tenant, upload, digest, None)
+    assert orphans_sweep(world.context) == 0
+
+    class Later:
+        def now(self) -> datetime:
+            return world.context.clock.now() + timedelta(seconds=limits.BLOB_LEASE_SECONDS + 60)
+
+    assert orphans_sweep(replace(world.context, clock=Later())) == 1
+    assert world.context.blobs.size(tenant, digest) is None
