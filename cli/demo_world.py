@@ -18,10 +18,10 @@ from typing import Any, Final
 import httpx
 
 from cli.processes import die_with_parent
-from cli.stack import child_environment
+from cli.stack import InUseError, child_environment
 from registry_service.client import RegistryClient
 from registry_service.domain.digests import digest_of
-from registry_service.domain.errors import ConflictError, RegistryError
+from registry_service.domain.errors import RegistryError
 
 _READY_SECONDS: Final = 240.0
 _STOP_SECONDS: Final = 90.0
@@ -225,14 +225,14 @@ def alone(folder: Path) -> Iterator[None]:
     """Hold a folder against another demo.
 
     Raises:
-        ConflictError: one is running there.
+        InUseError: one is running there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConflictError(f"another demo runs in {folder}") from error
+            raise InUseError(f"another demo runs in {folder}") from error
         yield
 
 

@@ -149,7 +149,8 @@ def error_print(error: RegistryError) -> None:
     """What went wrong and what to do next, on stderr."""
     say(f"error: {error.message}")
     findings_print(error.findings, error=True)
-    hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
+    fitting = (text for kind, text in _HINTS if isinstance(error, kind))
+    hint = getattr(error, "hint", None) or next(fitting, None)
     if hint is not None:
         say(f"  next: {hint}")
 

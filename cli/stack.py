@@ -39,6 +39,13 @@ _ROLES: Final = {
 }
 
 
+class InUseError(ConflictError):
+    """A folder or a port that another process has."""
+
+    code = "IN_USE"
+    hint = "stop the other one, or name another"
+
+
 @dataclass
 class Stack:
     """All processes on one data folder."""
@@ -73,7 +80,7 @@ class Stack:
         """Database, schema, keys, service and background, until the service answers.
 
         Raises:
-            ConflictError: the folder or the port is in use. RegistryError: a part did not start.
+            InUseError: the folder or the port is in use. RegistryError: a part did not start.
         """
         self.data.mkdir(parents=True, exist_ok=True)
         self.children.logs.mkdir(exist_ok=True, mode=0o700)
@@ -190,7 +197,7 @@ class Stack:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConflictError(f"{self.data} is in use by another 'adapterctl up'") from error
+            raise InUseError(f"{self.data} is in use by another 'adapterctl up'") from error
 
     def _database_start(self) -> Path:
         runtime = self.data / "run"
@@ -255,7 +262,7 @@ def token_write(stack: Stack, name: str, token: str) -> None:
 
 def _port_check(port: int) -> None:
     if port_free(port) != port:
-        raise ConflictError(f"port {port} is in use; name another with --port")
+        raise InUseError(f"port {port} is in use")
 
 
 def _socket_dir(server: Any) -> Path:

@@ -35,7 +35,9 @@ def up(
     from cli.stack_setup import stack_run
 
     stack = Stack(data_dir or data_dir_default(), port, bases_parse(base or []))
-    signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT too: a shell starts background jobs with it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         profile = stack_run(stack)
         named = ", ".join(profile["bases"]) or "none"
