@@ -147,7 +147,8 @@ def findings_print(findings: Iterable[Mapping[str, Any] | Finding], *, error: bo
 
 def error_print(error: RegistryError) -> None:
     """What went wrong and what to do next, on stderr."""
-    say(f"error: {error.message}")
+    for text in f"error: {error.message}".splitlines():
+        say(text)
     findings_print(error.findings, error=True)
     fitting = (text for kind, text in _HINTS if isinstance(error, kind))
     hint = getattr(error, "hint", None) or next(fitting, None)
