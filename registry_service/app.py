@@ -123,7 +123,7 @@ def _loop(name: str, seconds: float, step: Callable[[], object], stop: threading
         except RegistryError as error:
             _log.warning("%s: %s: %s", name, error.code, error.message)
             stop.wait(1.0)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - the loop goes on, see below
             # A loop that ends would stop admissions silently; the next round may well succeed.
             _log.exception("%s failed", name)
             stop.wait(1.0)

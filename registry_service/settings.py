@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 _PREFIX: Final = "REGISTRY_"
 # Read by other commands or by the tests, never by the service.
@@ -17,10 +16,10 @@ _ELSEWHERE: Final = frozenset(
 )
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Where things are and who signs. Frozen; one instance, made by ``app``."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     database_url: str = Field(description="PostgreSQL as role registry_app")
     system_database_url: str = Field(description="PostgreSQL as role registry_system")
@@ -35,24 +34,15 @@ class Settings(BaseSettings):
     workers: int = Field(default=1, description="server processes")
 
 
-def settings_load(environment: Mapping[str, str] | None = None) -> Settings:
+def settings_load(environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings from the environment.
 
     Raises:
-        ValueError: an unknown ``REGISTRY_*`` name (pydantic-settings would ignore a mistyped
-            one), a missing or an invalid setting.
+        ValueError: an unknown ``REGISTRY_*`` name, a missing or an invalid setting.
     """
-    names = set(os.environ if environment is None else environment)
-    known = {_PREFIX + name.upper() for name in Settings.model_fields} | _ELSEWHERE
-    unknown = sorted(name for name in names if name.startswith(_PREFIX) and name not in known)
+    given = {name for name in environment if name.startswith(_PREFIX)} - _ELSEWHERE
+    known = {_PREFIX + name.upper(): name for name in Settings.model_fields}
+    unknown = sorted(given - known.keys())
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    if environment is None:
-        return Settings()  # type: ignore[call-arg]
-    return Settings.model_validate(
-        {
-            name.removeprefix(_PREFIX).lower(): value
-            for name, value in environment.items()
-            if name.startswith(_PREFIX) and name not in _ELSEWHERE
-        }
-    )
+    return Settings.model_validate({known[name]: environment[name] for name in given})

@@ -7,6 +7,7 @@ differ in ``scaling``) and DoRA, whose multiplier is computed once, when the ada
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Selection:
             self.adapter = None
 
 
-class _Wrapped(nn.Module):  # type: ignore[misc]
+class _Wrapped(nn.Module, ABC):  # type: ignore[misc]  # the checker does not see torch
     """A module of the base, and its name, under which an adapter finds its part."""
 
     def __init__(self, base: nn.Module, name: str, selection: Selection) -> None:
@@ -83,9 +84,9 @@ class _Wrapped(nn.Module):  # type: ignore[misc]
             return result
         return self.adapted(value, result, part).to(result.dtype)
 
+    @abstractmethod
     def adapted(self, value: Tensor, result: Tensor, part: Part) -> Tensor:
         """The output with the part applied."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:

@@ -1,4 +1,7 @@
-"""The first schema: tables, moves and transitions, row-level security and grants."""
+"""The first schema: tables, moves and transitions, row-level security and grants.
+
+It has no way back: restore a backup instead.
+"""
 
 from pathlib import Path
 
@@ -14,7 +17,3 @@ def upgrade() -> None:
     driver = op.get_bind().connection.dbapi_connection
     assert driver is not None  # noqa: S101 - a migration has its connection
     driver.execute(sql)
-
-
-def downgrade() -> None:
-    raise NotImplementedError("the first schema is not taken back; restore a backup instead")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -48,26 +48,26 @@ def token_of(request: Request) -> str:
     raise UnauthenticatedError("expected 'Authorization: Bearer <token>', got none")
 
 
+@dataclass(frozen=True)
+class RoleCheck:
+    """Lets a request pass whose token has one of ``roles``."""
+
+    roles: frozenset[Role]
+
+    def __call__(self, request: Request) -> Principal:
+        """The request's principal."""
+        found = authenticate(request_context(request), token_of(request))
+        if found.role not in self.roles:
+            raise ForbiddenError(
+                f"expected a token with role {' or '.join(sorted(self.roles))}, got {found.role}"
+            )
+        return found
+
+
 def allow(*roles: Role) -> Any:
     """A dependency: the caller's principal, when its role is one of ``roles``.
 
     Raises (at request time):
         UnauthenticatedError: no valid token. ForbiddenError: another role.
     """
-    allowed = frozenset(roles)
-
-    def principal(request: Request) -> Principal:
-        found = authenticate(request_context(request), token_of(request))
-        if found.role not in allowed:
-            raise ForbiddenError(
-                f"expected a token with role {' or '.join(sorted(allowed))}, got {found.role}"
-            )
-        return found
-
-    principal.allowed_roles = allowed  # type: ignore[attr-defined]
-    return Depends(principal)
-
-
-def roles_of(dependency: Callable[..., Any] | None) -> frozenset[Role] | None:
-    """The roles of a dependency made by ``allow``, or None; for the test that lists routes."""
-    return getattr(dependency, "allowed_roles", None)
+    return Depends(RoleCheck(frozenset(roles)))

@@ -44,41 +44,41 @@ _INVALID = {
 }
 
 
+class MethodError(MalformedError):
+    """A path that is known, with a method that it does not have."""
+
+    http_status = 405
+
+
 def problems_install(app: FastAPI) -> None:
     """Answer every error in the form of its plane, with a request id, and never with a stack."""
-    app.add_exception_handler(RegistryError, _registry_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
+    for kind in (RegistryError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
 
 
-def _registry_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RegistryError)  # noqa: S101 - registered for this class
+def _answer(request: Request, error: Exception) -> JSONResponse:
+    wrapped = _wrapped(request, error)
     if request.url.path.startswith("/v2"):
-        return _oci(request, error)
-    return _problem(request, error)
+        return _oci(request, wrapped)
+    return _problem(request, wrapped)
 
 
-def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return _registry_error(request, MalformedError(f"{shown(where)}: {first['msg']}"))
-
-
-def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-    kinds: dict[int, type[RegistryError]] = {404: NotFoundError, 405: MalformedError}
-    wrapped = kinds.get(error.status_code, MalformedError)(str(error.detail))
-    response = _registry_error(request, wrapped)
-    if error.status_code == 405:
-        response.status_code = 405
-    return response
-
-
-def _bug(request: Request, error: Exception) -> JSONResponse:
+def _wrapped(request: Request, error: Exception) -> RegistryError:
+    match error:
+        case RegistryError():
+            return error
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return MalformedError(f"{shown(where)}: {first['msg']}")
+        case HTTPException(status_code=404):
+            return NotFoundError("not found")
+        case HTTPException(status_code=405):
+            return MethodError("expected another method here")
+        case HTTPException():
+            return MalformedError(str(error.detail))
     _log.error("request failed: %s %s", request.method, request.url.path, exc_info=error)
-    return _registry_error(request, RegistryError("an error of ours; it has been logged"))
+    return RegistryError("an error of ours; it has been logged")
 
 
 def _problem(request: Request, error: RegistryError) -> JSONResponse:

@@ -16,6 +16,7 @@ from registry_service.domain.digests import Digest
 from registry_service.domain.errors import NotFoundError
 from registry_service.domain.lifecycle import Event, State, advance
 from registry_service.domain.manifest import FileEntry
+from registry_service.store.database import rows_changed
 from registry_service.store.events import event_append
 
 
@@ -110,7 +111,8 @@ def artifact_insert(
 
     ``config`` is the manifest's config blob; it is kept beside the files under an empty path.
     """
-    created = session.execute(
+    created = rows_changed(
+        session,
         _INSERT,
         {
             "tenant_id": tenant_id,
@@ -124,7 +126,7 @@ def artifact_insert(
             "at": at,
         },
     )
-    if not created.rowcount:  # type: ignore[attr-defined]
+    if not created:
         return False
     for file in (*files, config):
         session.execute(

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain.digests import Digest, is_digest
 from registry_service.domain.errors import ConflictError, NotFoundError
+from registry_service.store.database import rows_changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +240,15 @@ def base_grant_insert(
     session: Session, *, tenant_id: UUID, digest: str, actor: str, at: datetime
 ) -> bool:
     """Let a tenant see and use a base; False when it could already."""
-    done = session.execute(
+    done = rows_changed(
+        session,
         text(
             "INSERT INTO base_grant (tenant_id, base_digest, created_at, created_by) "
             "VALUES (:tenant_id, :digest, :at, :actor) ON CONFLICT DO NOTHING"
         ),
         {"tenant_id": tenant_id, "digest": digest, "at": at, "actor": actor},
     )
-    return bool(done.rowcount)  # type: ignore[attr-defined]
+    return bool(done)
 
 
 def base_granted(session: Session, tenant_id: UUID, digest: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
-from sqlalchemy import create_engine, text
+from sqlalchemy import CursorResult, Executable, create_engine, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
@@ -47,6 +49,11 @@ def database_open(app_url: str, system_url: str, auditor_url: str, *, pool: int 
         _role_check(engine, expected)
     app, system, auditor = (sessionmaker(engine, expire_on_commit=False) for engine in engines)
     return Database(app, system, auditor, engines)
+
+
+def rows_changed(session: Session, statement: Executable, values: Mapping[str, Any]) -> int:
+    """Run an INSERT, UPDATE or DELETE; how many rows it changed."""
+    return cast("CursorResult[Any]", session.execute(statement, values)).rowcount
 
 
 def _engine(url: str, pool: int) -> Engine:

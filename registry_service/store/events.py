@@ -11,6 +11,8 @@ from uuid import UUID, uuid4
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
+from registry_service.store.database import rows_changed
+
 _APPEND = text(
     "INSERT INTO event (tenant_id, id, kind, subject, actor, at, body) "
     "VALUES (:tenant_id, :id, :kind, :subject, :actor, :at, CAST(:body AS jsonb))"
@@ -70,8 +72,7 @@ def events_number(session: Session, batch: int = 1000) -> int:
     ).scalar_one()
     if not held:
         return 0
-    result = session.execute(_NUMBER, {"batch": batch})
-    return int(result.rowcount)  # type: ignore[attr-defined]
+    return rows_changed(session, _NUMBER, {"batch": batch})
 
 
 def event_page(

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.errors import NotFoundError
 from registry_service.store.artifacts import ArtifactRow
+from registry_service.store.database import rows_changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,8 @@ def revocation_acknowledge(
     at: datetime,
 ) -> bool:
     """Record a node's acknowledgement; False when it was not outstanding there."""
-    done = session.execute(
+    done = rows_changed(
+        session,
         text(
             "UPDATE revocation_node SET acknowledged_at = :at, freed_bytes = :freed, "
             "purged_blocks = :purged WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
@@ -204,7 +206,7 @@ def revocation_acknowledge(
             "node": node,
         },
     )
-    return bool(done.rowcount)  # type: ignore[attr-defined]
+    return bool(done)
 
 
 _OUTSTANDING = (

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.errors import ConflictError, NotFoundError, QuotaExceededError
+from registry_service.store.database import rows_changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,15 @@ def bytes_reserve(session: Session, tenant_id: UUID, count: int) -> None:
     Raises:
         QuotaExceededError: stored and reserved bytes would exceed the quota.
     """
-    done = session.execute(
+    done = rows_changed(
+        session,
         text(
             "UPDATE tenant SET reserved_bytes = reserved_bytes + :count WHERE id = :id "
             "AND stored_bytes + reserved_bytes + :count <= quota_bytes"
         ),
         {"count": count, "id": tenant_id},
     )
-    if not done.rowcount:  # type: ignore[attr-defined]
+    if not done:
         raise QuotaExceededError(
             f"{count} more bytes exceed the tenant's quota; remove artifacts or ask an operator"
         )

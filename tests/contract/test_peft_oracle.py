@@ -7,19 +7,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import peft
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-from gpu_worker.validation.catalog_builder import catalog_build  # noqa: E402
-from registry_service.domain.catalog import Catalog, Kind, catalog_parse  # noqa: E402
-from registry_service.domain.digests import Digest  # noqa: E402
-from registry_service.domain.errors import MalformedError, RefusedError  # noqa: E402
-from registry_service.domain.expected_tensors import expected_tensors  # noqa: E402
-from registry_service.domain.findings import Code  # noqa: E402
-from registry_service.domain.peft_config import peft_config_parse  # noqa: E402
+from gpu_worker.validation.catalog_builder import catalog_build
+from registry_service.domain.catalog import Catalog, Kind, catalog_parse
+from registry_service.domain.digests import Digest
+from registry_service.domain.errors import MalformedError, RefusedError
+from registry_service.domain.expected_tensors import expected_tensors
+from registry_service.domain.findings import Code
+from registry_service.domain.peft_config import peft_config_parse
 
 pytestmark = pytest.mark.torch
 

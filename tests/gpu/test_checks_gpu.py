@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 import torch
 
 from gpu_worker.validation.checking import adapter_check

@@ -9,7 +9,7 @@ import httpx
 from fastapi.routing import APIRoute
 
 from registry_service.api import control_registry, control_serving, data_plane
-from registry_service.api.auth import roles_of
+from registry_service.api.auth import RoleCheck
 from registry_service.domain.roles import Role
 from tests.integration.conftest import World
 
@@ -26,8 +26,8 @@ def routes() -> list[APIRoute]:
 
 
 def allowed(route: APIRoute) -> frozenset[Role] | None:
-    found = [roles_of(item.call) for item in route.dependant.dependencies]
-    return next((roles for roles in found if roles is not None), None)
+    calls = [item.call for item in route.dependant.dependencies]
+    return next((call.roles for call in calls if isinstance(call, RoleCheck)), None)
 
 
 def path_of(route: APIRoute, tenant: str = "t-1042") -> str:

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-import serving_world as sw  # noqa: E402
-
-from gpu_worker.serving.adapter_load import BaseIdentity, adapter_read, files_read  # noqa: E402
-from gpu_worker.serving.base_load import LoadedBase, base_load  # noqa: E402
-from gpu_worker.serving.engine import Engine  # noqa: E402
-from gpu_worker.serving.lora import Adapter, LoraError, LoraModel, Part  # noqa: E402
-from gpu_worker.serving.parameters import parameters_digest  # noqa: E402
-from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job  # noqa: E402
-from registry_service.domain.errors import RefusedError, UntrustedError  # noqa: E402
+from gpu_worker.serving.adapter_load import BaseIdentity, adapter_read, files_read
+from gpu_worker.serving.base_load import LoadedBase, base_load
+from gpu_worker.serving.engine import Engine
+from gpu_worker.serving.lora import Adapter, LoraError, LoraModel, Part
+from gpu_worker.serving.parameters import parameters_digest
+from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job
+from registry_service.domain.errors import RefusedError, UntrustedError
+from tests.integration import serving_world as sw
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [

@@ -12,27 +12,23 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from fastapi.testclient import TestClient
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-import serving_world as sw  # noqa: E402
-from fastapi.testclient import TestClient  # noqa: E402
-
-from gpu_worker.base_files import ProvenBase  # noqa: E402
-from gpu_worker.serving import startup  # noqa: E402
-from gpu_worker.serving.base_load import LoadedBase, base_load  # noqa: E402
-from gpu_worker.serving.options import Options, Wanted  # noqa: E402
-from gpu_worker.serving.residency import Key  # noqa: E402
-from gpu_worker.serving.store import NodeStore  # noqa: E402
-from gpu_worker.serving.web import app_build  # noqa: E402
-from registry_service.domain.digests import Digest, digest_of  # noqa: E402
-from registry_service.domain.errors import (  # noqa: E402
+from gpu_worker.base_files import ProvenBase
+from gpu_worker.serving import startup
+from gpu_worker.serving.base_load import LoadedBase, base_load
+from gpu_worker.serving.options import Options, Wanted
+from gpu_worker.serving.residency import Key
+from gpu_worker.serving.store import NodeStore
+from gpu_worker.serving.web import app_build
+from registry_service.domain.digests import Digest, digest_of
+from registry_service.domain.errors import (
     ConflictError,
     NotFoundError,
     RefusedError,
     UntrustedError,
 )
+from tests.integration import serving_world as sw
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [

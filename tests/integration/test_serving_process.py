@@ -15,10 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-import serving_world as sw
+from tests.integration import serving_world as sw
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +23,7 @@ pytestmark = pytest.mark.torch
 PROGRAM = """
 import sys
 from pathlib import Path
-import serving_world as sw
+from tests.integration import serving_world as sw
 from gpu_worker.serving import startup
 root = Path(sys.argv[1])
 class Client(sw.FakeRegistry):

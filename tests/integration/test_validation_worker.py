@@ -17,9 +17,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from gpu_worker.base_files import ProvenBase, base_prove, base_reprove
 from gpu_worker.validation.sandbox import sandbox_find
 from gpu_worker.validation.worker import ValidationWorker, WorkerSettings

@@ -45,7 +45,7 @@ def _verified(candidate: Candidate, fact: FileFact) -> bytes:
     state, size, kept = hashlib.sha256(), 0, bytearray()
     try:
         descriptor = os.open(candidate.directory / fact.path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(descriptor, "rb") as file:  # noqa: PTH123 (a descriptor)
+        with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path
             while chunk := file.read(4 << 20):
                 state.update(chunk)
                 size += len(chunk)
