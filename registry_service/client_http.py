@@ -128,11 +128,11 @@ class HttpSession:
         """``path`` at this service.
 
         Raises:
-            UnavailableError: a Location that leads to another host, which must not get the token.
+            RefusedError: a Location that leads to another host, which must not get the token.
         """
         address = urljoin(self.url + "/", path)
         if urlsplit(address)[:2] != urlsplit(self.url)[:2]:
-            raise UnavailableError(f"{self.url} sent us to another host, which is refused")
+            raise RefusedError(f"{self.url} sent us to another host, which is refused")
         return address
 
 

@@ -11,16 +11,17 @@ from uuid import UUID
 from fastapi import APIRouter, Request, Response
 
 from registry_service.api import bodies
+from registry_service.api.answers import PROBLEMS, answers
 from registry_service.api.auth import Parts, allow
-from registry_service.domain import limits
+from registry_service.domain import limits, wire
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, TooLargeError
 from registry_service.domain.roles import PLATFORM, Principal, Role
+from registry_service.trust.dsse import MEDIA_TYPE
 from registry_service.usecases import artifacts, bases, reviews, revocations, tenants
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", responses=PROBLEMS)
 
-_DSSE = "application/vnd.dsse.envelope.v1+json"
 _ADMIN = allow(Role.ADMIN)
 _OPERATOR = allow(Role.OPERATOR, Role.ADMIN)
 _ANYONE = allow(*Role)
@@ -29,7 +30,7 @@ _STATEMENT_READERS = allow(*Role)
 _LIMIT = limits.PAGE_ROWS_DEFAULT
 
 
-@router.get("/whoami")
+@router.get("/whoami", **answers(wire.Whoami))
 def whoami(principal: Principal = _ANYONE) -> dict[str, Any]:
     """Who this token speaks for."""
     return {
@@ -40,7 +41,7 @@ def whoami(principal: Principal = _ANYONE) -> dict[str, Any]:
     }
 
 
-@router.post("/tenants", status_code=201)
+@router.post("/tenants", status_code=201, **answers(wire.Tenant, 201))
 def tenant_create(
     body: bodies.TenantBody, parts: Parts, principal: Principal = _ADMIN
 ) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def tenant_create(
     return tenants.tenant_create(parts, principal.subject, body.name)
 
 
-@router.get("/tenants")
+@router.get("/tenants", **answers(wire.Page[wire.Tenant]))
 def tenant_list(
     parts: Parts,
     principal: Principal = allow(Role.ADMIN, Role.OPERATOR, Role.AUDITOR),
@@ -60,7 +61,7 @@ def tenant_list(
     return tenants.tenant_list(parts, cursor=cursor, limit=limit)
 
 
-@router.post("/tenants/{tenant}/suspension")
+@router.post("/tenants/{tenant}/suspension", **answers(wire.Tenant))
 def tenant_suspend(
     tenant: str, body: bodies.ReasonBody, parts: Parts, principal: Principal = _ADMIN
 ) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def tenant_suspend(
     return tenants.tenant_suspend(parts, principal.subject, tenant, body.reason)
 
 
-@router.post("/tokens", status_code=201)
+@router.post("/tokens", status_code=201, **answers(wire.NewToken, 201))
 def token_create(
     body: bodies.TokenBody, parts: Parts, principal: Principal = _ADMIN
 ) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def token_create(
     )
 
 
-@router.get("/tokens")
+@router.get("/tokens", **answers(wire.Page[wire.Token]))
 def token_list(
     parts: Parts,
     principal: Principal = allow(Role.ADMIN, Role.AUDITOR),
@@ -94,13 +95,13 @@ def token_list(
     return tenants.token_list(parts, principal, cursor=cursor, limit=limit)
 
 
-@router.delete("/tokens/{token_id}")
+@router.delete("/tokens/{token_id}", **answers(wire.Token))
 def token_revoke(token_id: UUID, parts: Parts, principal: Principal = _ADMIN) -> dict[str, Any]:
     """Withdraw a token at once."""
     return tenants.token_withdraw(parts, principal.subject, token_id)
 
 
-@router.post("/bases", status_code=201)
+@router.post("/bases", status_code=201, **answers(wire.Base, 201))
 def base_add(
     body: bodies.BaseBody, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def base_add(
     )
 
 
-@router.get("/bases")
+@router.get("/bases", **answers(wire.Page[wire.Base]))
 def base_list(
     parts: Parts,
     principal: Principal = _ANYONE,
@@ -127,7 +128,7 @@ def base_list(
     return bases.base_list(parts, principal, cursor=cursor, limit=limit)
 
 
-@router.get("/bases/{base}")
+@router.get("/bases/{base}", **answers(wire.Base))
 def base_show(base: str, parts: Parts, principal: Principal = _ANYONE) -> dict[str, Any]:
     """One base, by name or digest."""
     return bases.base_show(parts, principal, base)
@@ -139,7 +140,7 @@ def base_catalog(base: str, parts: Parts, principal: Principal = _ANYONE) -> Res
     return Response(bases.base_catalog(parts, principal, base), media_type="application/json")
 
 
-@router.post("/bases/{base}/catalogs")
+@router.post("/bases/{base}/catalogs", **answers(wire.Base))
 async def catalog_submit(
     base: str,
     request: Request,
@@ -158,7 +159,7 @@ async def catalog_submit(
 @router.get("/bases/{base}/statement")
 def base_statement(base: str, parts: Parts, principal: Principal = _STATEMENT_READERS) -> Response:
     """The signed statement that admitted the base."""
-    return Response(bases.base_statement_show(parts, principal, base), media_type=_DSSE)
+    return Response(bases.base_statement_show(parts, principal, base), media_type=MEDIA_TYPE)
 
 
 @router.get("/bases/{base}/files/{path}")
@@ -169,7 +170,7 @@ def base_file(base: str, path: str, parts: Parts, principal: Principal = _ANYONE
     )
 
 
-@router.put("/bases/{base}/tenants/{tenant}")
+@router.put("/bases/{base}/tenants/{tenant}", **answers(wire.Base))
 def base_grant(
     base: str, tenant: str, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def base_grant(
     return bases.base_grant(parts, principal.subject, base, tenant)
 
 
-@router.get("/artifacts")
+@router.get("/artifacts", **answers(wire.Page[wire.Artifact]))
 def artifact_list(
     parts: Parts,
     principal: Principal = _READERS,
@@ -200,7 +201,7 @@ def artifact_list(
     )
 
 
-@router.get("/tenants/{tenant}/artifacts/{digest}")
+@router.get("/tenants/{tenant}/artifacts/{digest}", **answers(wire.Artifact))
 def artifact_show(
     tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
 ) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def artifact_show(
     return artifacts.artifact_show(parts, principal, tenant, digest_parse(digest))
 
 
-@router.get("/tenants/{tenant}/artifacts/{digest}/reports")
+@router.get("/tenants/{tenant}/artifacts/{digest}/reports", **answers(wire.Page[wire.Report]))
 def artifact_reports(
     tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
 ) -> dict[str, Any]:
@@ -222,10 +223,10 @@ def artifact_verdict(
 ) -> Response:
     """The signed verdict of an admitted artifact."""
     envelope = artifacts.artifact_verdict(parts, principal, tenant, digest_parse(digest))
-    return Response(envelope, media_type=_DSSE)
+    return Response(envelope, media_type=MEDIA_TYPE)
 
 
-@router.get("/tenants/{tenant}/artifacts/{digest}/reviews")
+@router.get("/tenants/{tenant}/artifacts/{digest}/reviews", **answers(wire.Page[wire.Review]))
 def review_list(
     tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
 ) -> dict[str, Any]:
@@ -233,7 +234,9 @@ def review_list(
     return reviews.review_list(parts, principal, tenant, digest_parse(digest))
 
 
-@router.post("/tenants/{tenant}/artifacts/{digest}/reviews", status_code=201)
+@router.post(
+    "/tenants/{tenant}/artifacts/{digest}/reviews", status_code=201, **answers(wire.Artifact, 201)
+)
 def review_submit(
     tenant: str,
     digest: str,
@@ -252,7 +255,7 @@ def review_submit(
     )
 
 
-@router.post("/tenants/{tenant}/artifacts/{digest}/withdrawal")
+@router.post("/tenants/{tenant}/artifacts/{digest}/withdrawal", **answers(wire.Artifact))
 def artifact_withdraw(
     tenant: str,
     digest: str,
@@ -264,7 +267,7 @@ def artifact_withdraw(
     return artifacts.artifact_withdraw(parts, principal, tenant, digest_parse(digest), body.reason)
 
 
-@router.post("/tenants/{tenant}/artifacts/{digest}/requeue")
+@router.post("/tenants/{tenant}/artifacts/{digest}/requeue", **answers(wire.Artifact))
 def artifact_requeue(
     tenant: str,
     digest: str,
@@ -276,7 +279,7 @@ def artifact_requeue(
     return artifacts.artifact_requeue(parts, principal, tenant, digest_parse(digest), body.reason)
 
 
-@router.post("/tenants/{tenant}/artifacts/{digest}/revocation")
+@router.post("/tenants/{tenant}/artifacts/{digest}/revocation", **answers(wire.Revocation))
 def artifact_revoke(
     tenant: str,
     digest: str,
@@ -295,7 +298,7 @@ def artifact_revoke(
     )
 
 
-@router.get("/tenants/{tenant}/artifacts/{digest}/revocation")
+@router.get("/tenants/{tenant}/artifacts/{digest}/revocation", **answers(wire.Revocation))
 def revocation_show(
     tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
 ) -> dict[str, Any]:

@@ -11,14 +11,15 @@ import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
 from registry_service.api import bodies
+from registry_service.api.answers import PROBLEMS, answers
 from registry_service.api.auth import Parts, allow
-from registry_service.domain import limits
+from registry_service.domain import limits, wire
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, RegistryError
 from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.usecases import aliases, jobs, nodes, resolve, revocations, routing
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", responses=PROBLEMS)
 
 _OPERATOR = allow(Role.OPERATOR, Role.ADMIN)
 _READERS = allow(Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.AUDITOR, Role.ADMIN)
@@ -43,7 +44,7 @@ def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/tenants/{tenant}/adapters/{adapter}/resolve/{reference}")
+@router.get("/tenants/{tenant}/adapters/{adapter}/resolve/{reference}", **answers(wire.Resolution))
 def resolve_reference(
     tenant: str, adapter: str, reference: str, parts: Parts, principal: Principal = _RESOLVERS
 ) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def resolve_reference(
     return resolve.resolve(parts, principal, tenant, adapter, reference)
 
 
-@router.get("/tenants/{tenant}/adapters/{adapter}/aliases")
+@router.get("/tenants/{tenant}/adapters/{adapter}/aliases", **answers(wire.Page[wire.Alias]))
 def alias_list(
     tenant: str,
     adapter: str,
@@ -64,7 +65,7 @@ def alias_list(
     return aliases.alias_list(parts, principal, tenant, adapter, cursor=cursor, limit=limit)
 
 
-@router.get("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}")
+@router.get("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}", **answers(wire.Alias))
 def alias_show(
     tenant: str,
     adapter: str,
@@ -79,7 +80,7 @@ def alias_show(
     return shown
 
 
-@router.put("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}")
+@router.put("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}", **answers(wire.Alias))
 def alias_set(
     tenant: str,
     adapter: str,
@@ -105,7 +106,10 @@ def alias_set(
     return shown
 
 
-@router.get("/tenants/{tenant}/adapters/{adapter}/aliases/{alias}/history")
+@router.get(
+    "/tenants/{tenant}/adapters/{adapter}/aliases/{alias}/history",
+    **answers(wire.Page[wire.AliasMove]),
+)
 def alias_history(
     tenant: str,
     adapter: str,
@@ -121,7 +125,7 @@ def alias_history(
     )
 
 
-@router.get("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+@router.get("/tenants/{tenant}/adapters/{adapter}/grants/{subject:path}", **answers(wire.Grant))
 def grant_show(
     tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _READERS
 ) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def grant_show(
     return aliases.grant_show(parts, principal, tenant, adapter, subject)
 
 
-@router.put("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+@router.put("/tenants/{tenant}/adapters/{adapter}/grants/{subject:path}", **answers(wire.Grant))
 def grant_set(
     tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def grant_set(
     return aliases.grant_set(parts, principal, tenant, adapter, subject, active=True)
 
 
-@router.delete("/tenants/{tenant}/adapters/{adapter}/grants/{subject}")
+@router.delete("/tenants/{tenant}/adapters/{adapter}/grants/{subject:path}", **answers(wire.Grant))
 def grant_withdraw(
     tenant: str, adapter: str, subject: str, parts: Parts, principal: Principal = _OPERATOR
 ) -> dict[str, Any]:
@@ -145,7 +149,7 @@ def grant_withdraw(
     return aliases.grant_set(parts, principal, tenant, adapter, subject, active=False)
 
 
-@router.post("/routing-contexts", status_code=201)
+@router.post("/routing-contexts", status_code=201, **answers(wire.MintedContext, 201))
 def routing_context_mint(
     body: bodies.RoutingBody, parts: Parts, principal: Principal = allow(Role.GATEWAY)
 ) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def routing_context_mint(
     )
 
 
-@router.post("/jobs/claim", response_model=None)
+@router.post("/jobs/claim", **answers(wire.Job))
 def job_claim(
     body: bodies.ClaimBody, parts: Parts, principal: Principal = _VALIDATOR
 ) -> Response | dict[str, Any]:
@@ -196,7 +200,7 @@ def job_result(
         raise MalformedError("result: expected either a report or a catalog")
 
 
-@router.get("/jobs")
+@router.get("/jobs", **answers(wire.Page[wire.JobState]))
 def job_list(
     parts: Parts,
     principal: Principal = _OPERATOR,
@@ -209,7 +213,7 @@ def job_list(
     return jobs.job_list(parts, state=state, cursor=cursor, limit=limit)
 
 
-@router.put("/nodes/{node}")
+@router.put("/nodes/{node}", **answers(wire.Node))
 def node_register(
     node: str, body: bodies.NodeBody, parts: Parts, principal: Principal = _NODE
 ) -> dict[str, Any]:
@@ -224,7 +228,7 @@ def node_register(
     )
 
 
-@router.post("/nodes/{node}/heartbeat")
+@router.post("/nodes/{node}/heartbeat", **answers(wire.Renewal))
 def node_heartbeat(
     node: str, body: bodies.HeartbeatBody, parts: Parts, principal: Principal = _NODE
 ) -> dict[str, Any]:
@@ -251,7 +255,7 @@ def node_acknowledge(
     )
 
 
-@router.get("/nodes")
+@router.get("/nodes", **answers(wire.Page[wire.Node]))
 def node_list(
     parts: Parts,
     principal: Principal = allow(Role.OPERATOR, Role.ADMIN, Role.AUDITOR, Role.GATEWAY),
@@ -263,7 +267,7 @@ def node_list(
     return nodes.node_list(parts, cursor=cursor, limit=limit)
 
 
-@router.get("/nodes/{node}")
+@router.get("/nodes/{node}", **answers(wire.Node))
 def node_show(
     node: str,
     parts: Parts,
@@ -274,7 +278,7 @@ def node_show(
     return nodes.node_show(parts, node)
 
 
-@router.get("/feed")
+@router.get("/feed", **answers(wire.Feed))
 async def feed(
     parts: Parts,
     principal: Principal = allow(Role.NODE, Role.OPERATOR, Role.AUDITOR),
@@ -293,7 +297,7 @@ async def feed(
         await anyio.sleep(_FEED_POLL_SECONDS)
 
 
-@router.get("/audit")
+@router.get("/audit", **answers(wire.Page[wire.FeedEvent]))
 def audit_list(
     parts: Parts,
     principal: Principal = _READERS,

@@ -75,6 +75,8 @@ def _wrapped(request: Request, error: Exception) -> RegistryError:
             return NotFoundError("not found")
         case HTTPException(status_code=405):
             return MethodError("expected another method here")
+        case HTTPException(status_code=413):
+            return TooLargeError(str(error.detail))
         case HTTPException():
             return MalformedError(str(error.detail))
     _log.error("request failed: %s %s", request.method, request.url.path, exc_info=error)

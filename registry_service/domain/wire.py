@@ -6,7 +6,7 @@ answers against these models. Request bodies are in ``registry_service.api.bodie
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from uuid import UUID
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -16,6 +16,8 @@ from registry_service.domain import limits
 from registry_service.domain.findings import Code, Severity
 from registry_service.domain.lifecycle import State
 from registry_service.domain.roles import Role
+
+Item = TypeVar("Item")
 
 DigestText = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -105,6 +107,13 @@ class Feed(Wire):
 
     items: tuple[FeedEvent, ...]
     next: Count
+
+
+class Page(Wire, Generic[Item]):
+    """One page of a list; ``nextCursor`` is null on the last one."""
+
+    items: tuple[Item, ...]
+    next_cursor: str | None
 
 
 class Problem(Wire):
@@ -202,6 +211,15 @@ class Job(Wire):
     base_model_digest: DigestText
 
 
+class JobState(Job):
+    """A job as operators see it."""
+
+    state: Literal["QUEUED", "RUNNING", "DONE", "DEAD"]
+    worker: str
+    fault: str
+    created_at: AwareDatetime
+
+
 class Resident(Wire):
     """An adapter that a node holds."""
 
@@ -220,6 +238,21 @@ class Node(Wire):
     last_seen_at: AwareDatetime
     feed_index: Count
     residents: tuple[Resident, ...]
+
+
+class NodeRevocation(Wire):
+    """What a node still has to let go of."""
+
+    tenant_id: UUID
+    adapter_digest: DigestText
+    deadline_seconds: Count | None
+
+
+class Renewal(Wire):
+    """The answer to a node's heartbeat."""
+
+    lease_seconds: Positive
+    revocations: tuple[NodeRevocation, ...]
 
 
 class BaseFile(Wire):
@@ -280,6 +313,23 @@ class NewToken(Token):
     """A token at the one moment when its secret is shown."""
 
     token: str
+
+
+class Whoami(Wire):
+    """Who a token speaks for."""
+
+    subject: Name
+    role: Role
+    tenant: Name | None
+    tenant_id: UUID | None
+
+
+class MintedContext(Wire):
+    """A routing context, what it runs and until when."""
+
+    routing_context: str
+    adapter_digest: DigestText | Literal["base"]
+    expires_at: AwareDatetime
 
 
 class Grant(Wire):

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.errors import LeaseLostError, NotFoundError
+from registry_service.store.artifacts import ArtifactRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,19 @@ def job_insert(
         },
     )
     return job_id
+
+
+def artifact_job_insert(session: Session, artifact: ArtifactRow, kind: str, at: datetime) -> UUID:
+    """Queue a job for an artifact that has just moved to where it wants one."""
+    return job_insert(
+        session,
+        tenant_id=artifact.tenant_id,
+        kind=kind,
+        subject=artifact.digest,
+        adapter=artifact.adapter,
+        base_digest=artifact.base_digest,
+        at=at,
+    )
 
 
 def job_claim(

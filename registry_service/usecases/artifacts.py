@@ -18,12 +18,12 @@ from registry_service.store.artifacts import (
     artifact_get,
     artifact_page,
 )
+from registry_service.store.jobs import artifact_job_insert
 from registry_service.store.reviews import report_list, verdict_find
 from registry_service.store.tags import labels_of
 from registry_service.store.tenants import tenant_get
 from registry_service.usecases.context import Context, principal_reading, tenant_scope
 from registry_service.usecases.paging import cursor_decode, limit_check, page
-from registry_service.usecases.submit import scan_queue
 
 
 def artifact_list(
@@ -146,7 +146,7 @@ def _move(
             at=context.clock.now(),
         )
         if event is Event.REQUEUED:
-            scan_queue(context, scope.session, row)
+            artifact_job_insert(scope.session, row, "scan", context.clock.now())
         return _shown(scope.session, scope.tenant.id, digest)
 
 

@@ -30,7 +30,7 @@ from registry_service.store import bases as store
 from registry_service.store.events import event_append
 from registry_service.store.jobs import job_insert, jobs_open
 from registry_service.store.tenants import tenant_get
-from registry_service.trust.dsse import dsse_sign
+from registry_service.trust.dsse import IN_TOTO, dsse_sign
 from registry_service.trust.verdict import BaseClaims, base_statement
 from registry_service.usecases.context import (
     Context,
@@ -41,7 +41,6 @@ from registry_service.usecases.context import (
 from registry_service.usecases.paging import cursor_decode, limit_check, page
 
 CATALOG_MAKERS: Final = 2
-_PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 
 
 def base_add(
@@ -85,15 +84,9 @@ def base_add(
     with tenant_transaction(context, PLATFORM) as session:
         if store.base_insert(session, row, kept):
             _event(session, "base.added", parsed.digest, actor, now, {"name": name})
-            job_insert(
-                session,
-                tenant_id=PLATFORM,
-                kind="catalog",
-                subject=parsed.digest,
-                adapter="",
-                base_digest=parsed.digest,
-                at=now,
-            )
+        # Also when it was there: its catalog job may have died meanwhile.
+        if store.base_get(session, parsed.digest).state == "PENDING":
+            _catalog_queue(session, parsed.digest, now)
     return base_show(context, None, parsed.digest)
 
 
@@ -252,7 +245,7 @@ def _admit(context: Context, session: Session, base: store.BaseRow, now: datetim
         verifier_id=context.verifier_id,
     )
     signer = context.verdict_signer
-    statement = dsse_sign(_PAYLOAD_TYPE, base_statement(claims), signer.sign, signer.key_id)
+    statement = dsse_sign(IN_TOTO, base_statement(claims), signer.sign, signer.key_id)
     store.base_admit(
         session, base.digest, state="USABLE", catalog_digest=catalog_digest, statement=statement
     )
@@ -291,8 +284,7 @@ def _event(
     )
 
 
-def catalog_requeue(context: Context, session: Session, base_digest: str) -> None:
-    """Queue another catalog job for a base that none is open for."""
+def _catalog_queue(session: Session, base_digest: str, at: datetime) -> None:
     if not jobs_open(session, PLATFORM, base_digest):
         job_insert(
             session,
@@ -301,7 +293,7 @@ def catalog_requeue(context: Context, session: Session, base_digest: str) -> Non
             subject=base_digest,
             adapter="",
             base_digest=base_digest,
-            at=context.clock.now(),
+            at=at,
         )
 
 

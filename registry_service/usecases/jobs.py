@@ -17,7 +17,7 @@ from registry_service.domain.lifecycle import Event, State
 from registry_service.domain.roles import Principal
 from registry_service.domain.text import bounded
 from registry_service.store import jobs as store
-from registry_service.store.artifacts import ArtifactRow, artifact_advance, artifact_get
+from registry_service.store.artifacts import artifact_advance, artifact_get
 from registry_service.store.reviews import report_insert
 from registry_service.usecases.bases import catalog_submit
 from registry_service.usecases.context import (
@@ -161,7 +161,7 @@ def artifact_settle(
     event = refused_event if failed else passed
     artifact_advance(session, artifact, event, actor=job.worker, reason="", at=now)
     if event is Event.SCAN_PASSED:
-        _validation_queue(context, session, artifact)
+        store.artifact_job_insert(session, artifact, "validate", now)
 
 
 def job_failed(context: Context, session: Session, job: store.JobRow, reason: str) -> None:
@@ -193,18 +193,6 @@ def _finding(item: dict[str, Any]) -> Finding:
     except ValueError as error:
         raise MalformedError(f"report: {bounded(str(error))}") from error
     return Finding(item["check"], code, item["where"], item["expected"], item["got"], severity)
-
-
-def _validation_queue(context: Context, session: Session, artifact: ArtifactRow) -> None:
-    store.job_insert(
-        session,
-        tenant_id=artifact.tenant_id,
-        kind="validate",
-        subject=artifact.digest,
-        adapter=artifact.adapter,
-        base_digest=artifact.base_digest,
-        at=context.clock.now(),
-    )
 
 
 @contextmanager

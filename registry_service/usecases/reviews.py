@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy.orm import Session
@@ -22,12 +22,10 @@ from registry_service.store.artifacts import (
     artifact_get,
 )
 from registry_service.store.bases import base_get
-from registry_service.trust.dsse import dsse_sign
+from registry_service.trust.dsse import IN_TOTO, dsse_sign
 from registry_service.trust.verdict import VerdictClaims, verdict_statement
 from registry_service.usecases.artifacts import artifact_show
 from registry_service.usecases.context import Context, Scope, tenant_scope
-
-_PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 
 
 def review_submit(
@@ -134,7 +132,7 @@ def _verdict_issue(
         verifier_id=context.verifier_id,
     )
     signer = context.verdict_signer
-    envelope = dsse_sign(_PAYLOAD_TYPE, verdict_statement(claims), signer.sign, signer.key_id)
+    envelope = dsse_sign(IN_TOTO, verdict_statement(claims), signer.sign, signer.key_id)
     store.verdict_put(
         session,
         artifact,

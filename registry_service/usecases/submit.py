@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.declaration import Declaration, declaration_parse
@@ -33,7 +30,7 @@ from registry_service.store.artifacts import (
 )
 from registry_service.store.blobs import blob_sizes_locked
 from registry_service.store.events import event_append
-from registry_service.store.jobs import job_insert
+from registry_service.store.jobs import artifact_job_insert
 from registry_service.store.tags import TagRow, adapter_ensure, tag_find, tag_insert
 from registry_service.usecases.context import Context, Scope, tenant_scope
 
@@ -116,20 +113,7 @@ def _submit(
         return
     artifact = artifact_get(session, tenant_id, manifest.digest, lock=True)
     artifact_advance(session, artifact, Event.SUBMITTED, actor=principal.subject, reason="", at=now)
-    scan_queue(context, session, artifact)
-
-
-def scan_queue(context: Context, session: Session, artifact: Any) -> None:
-    """Queue the scan of an artifact that has just moved to SCANNING."""
-    job_insert(
-        session,
-        tenant_id=artifact.tenant_id,
-        kind="scan",
-        subject=artifact.digest,
-        adapter=artifact.adapter,
-        base_digest=artifact.base_digest,
-        at=context.clock.now(),
-    )
+    artifact_job_insert(session, artifact, "scan", now)
 
 
 def _blobs_check(context: Context, scope: Scope, manifest: Manifest) -> None:

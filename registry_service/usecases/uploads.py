@@ -226,15 +226,6 @@ def blob_mount(
         return bool(store.blob_sizes_locked(scope.session, scope.tenant.id, [digest], now))
 
 
-def blob_put_size(
-    context: Context, principal: Principal, tenant: str, digest: Digest
-) -> tuple[UUID, int] | None:
-    """For a publisher: the size of a blob of its tenant, or None."""
-    with tenant_scope(context, principal, tenant) as scope:
-        size = store.blob_size(scope.session, scope.tenant.id, digest)
-        return None if size is None else (scope.tenant.id, size)
-
-
 def blob_bytes(
     context: Context, tenant_id: UUID, digest: Digest, size: int, start: int, end: int | None
 ) -> Iterator[bytes]:

@@ -40,6 +40,7 @@ def path_of(route: APIRoute, tenant: str = "t-1042") -> str:
         "job_id": "00000000-0000-0000-0000-000000000001",
         "token_id": "00000000-0000-0000-0000-000000000001",
         "path:path": "x",
+        "subject:path": "team/app",
     }
     return re.sub(r"{([^}]+)}", lambda match: values.get(match[1], "x"), route.path)
 

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from registry_service.client import RegistryClient
-from registry_service.domain import wire
+from registry_service.domain import limits, wire
 from schemas import generate
 from tests.integration.conftest import World
 
@@ -109,3 +109,60 @@ def test_problems(world: World) -> None:
     ):
         assert answer.headers["content-type"] == "application/problem+json"
         fits(wire.Problem, answer.json())
+
+
+def test_answers_to_workers_and_gateways(admitted: tuple[World, str, RegistryClient]) -> None:
+    world, digest, operator = admitted
+    fits(wire.Whoami, operator.whoami())
+    for job in operator.job_list():
+        fits(wire.JobState, job)
+    operator.grant_set(TENANT, ADAPTER, "team/app")
+    catalog = operator.base_show("tiny")["catalogDigest"]
+    with world.client("node") as node, world.client("gateway") as gateway:
+        node.node_register("node-1", world.base_digest, "http://127.0.0.1:1", catalog)
+        minted = gateway.routing_context(
+            tenant=TENANT,
+            adapter=ADAPTER,
+            reference=digest,
+            node="node-1",
+            body_digest=digest,
+            session_id="s",
+            subject="team/app",
+        )
+        fits(wire.MintedContext, minted)
+        operator.revoke(TENANT, digest, "leaks", 30)
+        fits(wire.Renewal, node.node_heartbeat("node-1", 0, []))
+
+
+def test_the_openapi_document_says_what_every_json_route_answers(world: World) -> None:
+    document = httpx.get(f"{world.url}/v1/openapi.json").json()
+    silent = {
+        f"{method} {path}"
+        for path, methods in document["paths"].items()
+        for method, route in methods.items()
+        if not any(
+            "application/json" in answer.get("content", {})
+            and answer["content"]["application/json"]["schema"].get("$ref")
+            for status, answer in route["responses"].items()
+            if status.startswith("2")
+        )
+    }
+    # Bytes, and answers without a body.
+    assert silent == {
+        "get /v1/health",
+        "get /v1/bases/{base}/catalog",
+        "get /v1/bases/{base}/statement",
+        "get /v1/bases/{base}/files/{path}",
+        "get /v1/tenants/{tenant}/artifacts/{digest}/verdict",
+        "post /v1/jobs/{job_id}/heartbeat",
+        "post /v1/jobs/{job_id}/result",
+        "post /v1/nodes/{node}/acknowledgements",
+    }
+
+
+def test_a_body_over_the_limit_is_refused(world: World) -> None:
+    token = {"Authorization": f"Bearer {world.tokens['operator']}"}
+    body = b'{"name": "' + b"x" * limits.REQUEST_BODY_BYTES + b'"}'
+    answer = httpx.post(f"{world.url}/v1/bases", headers=token, content=body, timeout=60)
+    assert answer.status_code == 413
+    fits(wire.Problem, answer.json())
