@@ -210,14 +210,15 @@ def world(context: Context) -> Iterator[World]:
     admin = token_create(context, "test", subject="admin", role="admin", tenant=None)["token"]
     built = World(url, context, {"admin": admin}, Digest(""), {})
     try:
-        _prepare(built)
+        world_prepare(built)
         yield built
     finally:
         server.should_exit = True
         thread.join()
 
 
-def _prepare(world: World) -> None:
+def world_prepare(world: World) -> None:
+    """Two tenants, a usable base that both may use, and a token for each role."""
     header = safetensors_bytes({"model.layers.0.self_attn.q_proj.weight": (WIDTH, WIDTH)})
     files = [
         FileEntry(
