@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 
-.PHONY: help setup demo up test test-unit check fmt schemas clean
+.PHONY: help setup demo up test test-unit check fmt schemas bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ fmt: $(STAMP)  ## format, and fix what a linter can
 
 schemas: $(STAMP)  ## write schemas/*.json and docs/lifecycle.md anew
 	$(BIN)/python -m schemas.generate
+
+bench: $(STAMP)  ## benchmarks beside their peers; prints a table, writes JSON
+	$(BIN)/python -m bench
 
 clean:  ## remove what was made: environment, caches, var
 	rm -rf $(VENV) var dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -17,8 +17,8 @@ from registry_service.usecases.tenants import authenticate
 _MAX_HEADER = 2_000
 
 
-def request_context(request: Request) -> Context:
-    """The parts that ``app`` gave to this service."""
+async def request_context(request: Request) -> Context:
+    """The parts that ``app`` gave to this service. It does not block: no thread is taken for it."""
     context: Context = request.app.state.context
     return context
 
@@ -56,7 +56,7 @@ class RoleCheck:
 
     def __call__(self, request: Request) -> Principal:
         """The request's principal."""
-        found = authenticate(request_context(request), token_of(request))
+        found = authenticate(request.app.state.context, token_of(request))
         if found.role not in self.roles:
             raise ForbiddenError(
                 f"expected a token with role {' or '.join(sorted(self.roles))}, got {found.role}"

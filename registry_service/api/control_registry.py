@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
+import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
 from registry_service.api import bodies
@@ -15,7 +16,7 @@ from registry_service.api.answers import PROBLEMS, answers
 from registry_service.api.auth import Parts, allow
 from registry_service.domain import limits, wire
 from registry_service.domain.digests import digest_parse
-from registry_service.domain.errors import MalformedError, TooLargeError
+from registry_service.domain.errors import MalformedError
 from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.trust.dsse import MEDIA_TYPE
 from registry_service.usecases import artifacts, bases, reviews, revocations, tenants
@@ -148,9 +149,7 @@ async def catalog_submit(
     principal: Principal = allow(Role.VALIDATOR, Role.NODE),
 ) -> dict[str, Any]:
     """A worker's own catalog of a base."""
-    import anyio.to_thread
-
-    content = await _body(request, limits.CATALOG_BYTES)
+    content = await request.body()
     return await anyio.to_thread.run_sync(
         bases.catalog_submit, parts, principal.subject, base, content
     )
@@ -311,12 +310,3 @@ def _decoded(what: str, files: Mapping[str, str]) -> dict[str, bytes]:
         return {path: base64.b64decode(data, validate=True) for path, data in files.items()}
     except binascii.Error as error:
         raise MalformedError(f"{what}: expected base64") from error
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > limit:
-            raise TooLargeError(f"body: expected at most {limit} bytes")
-    return bytes(content)

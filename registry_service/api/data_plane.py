@@ -6,14 +6,17 @@ are hashed while they arrive and are never held whole in memory.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import UUID
 
+import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from registry_service.api.auth import Parts, allow
 from registry_service.domain import limits
@@ -23,7 +26,6 @@ from registry_service.domain.errors import (
     MalformedError,
     NotFoundError,
     RegistryError,
-    TooLargeError,
 )
 from registry_service.domain.manifest import MANIFEST_MEDIA_TYPE
 from registry_service.domain.roles import Principal, Role
@@ -36,6 +38,7 @@ router = APIRouter(prefix="/v2")
 _PUSH = allow(Role.PUBLISHER)
 _PULL = allow(Role.PUBLISHER, Role.REVIEWER, Role.OPERATOR, Role.VALIDATOR, Role.NODE, Role.AUDITOR)
 _CHUNK = 1 * limits.MIB
+_PIECES_AHEAD = 4
 _CONTENT_RANGE = re.compile(r"(?:bytes[ =])?(\d{1,18})-(\d{1,18})(?:/\S+)?")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _VERSION = {"Docker-Distribution-API-Version": "registry/2.0"}
@@ -120,7 +123,7 @@ async def upload_finish(
     _own_check(principal, tenant)
     digest_parse(digest)
     if request.headers.get("content-length") != "0":
-        await _receive(parts, principal, tenant, adapter, upload_id, request, optional=True)
+        await _receive(parts, principal, tenant, adapter, upload_id, request)
     return await _finish(parts, principal, tenant, adapter, upload_id, digest)
 
 
@@ -191,18 +194,14 @@ async def manifest_put(
     media_type = request.headers.get("content-type", "")
     if media_type != MANIFEST_MEDIA_TYPE:
         raise MediaTypeError(f"expected Content-Type {MANIFEST_MEDIA_TYPE}, got another")
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > limits.MANIFEST_BYTES:
-            raise TooLargeError(f"manifest: expected at most {limits.MANIFEST_BYTES} bytes")
+    content = await request.body()
     digest = await anyio.to_thread.run_sync(
         lambda: artifact_submit(
             parts,
             principal,
             tenant,
             adapter,
-            bytes(content),
+            content,
             label=None if is_digest(reference) else reference,
             digest=digest_parse(reference) if is_digest(reference) else None,
         )
@@ -238,8 +237,6 @@ def tag_list(
     last: str = "",
 ) -> Response:
     """Labels and aliases, in byte order."""
-    from fastapi.responses import JSONResponse
-
     count = max(0, min(n, limits.PAGE_ROWS))
     names = resolve.tag_names(parts, principal, tenant, adapter, after=last, limit=count + 1)
     headers = {}
@@ -271,36 +268,58 @@ async def _receive(
     adapter: str,
     upload_id: UUID,
     request: Request,
-    *,
-    optional: bool = False,
 ) -> int:
     """Take the request's body into the upload; the offset after it."""
     length = request.headers.get("content-length")
     start = _start(request)
-    writer = None
-    pending = bytearray()
+    writer = await _open(parts, principal, tenant, adapter, upload_id, start, length)
     try:
-        if not optional:
-            writer = await _open(parts, principal, tenant, adapter, upload_id, start, length)
-        async for chunk in request.stream():
-            pending += chunk
-            if len(pending) >= _CHUNK:
-                if writer is None:
-                    writer = await _open(
-                        parts, principal, tenant, adapter, upload_id, start, length
-                    )
-                await anyio.to_thread.run_sync(writer.write, bytes(pending))
-                pending.clear()
-        if pending:
-            if writer is None:
-                writer = await _open(parts, principal, tenant, adapter, upload_id, start, length)
-            await anyio.to_thread.run_sync(writer.write, bytes(pending))
+        await _relay(request, writer)
     finally:
         # Also when the connection broke: what arrived stays, and the client continues from there.
-        if writer is not None:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(uploads.upload_close, writer)
-    return writer.offset if writer is not None else 0
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(uploads.upload_close, writer)
+    return writer.offset
+
+
+async def _relay(request: Request, writer: uploads.UploadWriter) -> None:
+    """Write what arrives, in pieces, while the next piece arrives."""
+    failure: list[Exception] = []
+    outbox, inbox = anyio.create_memory_object_stream[bytes](_PIECES_AHEAD)
+
+    async def write() -> None:
+        with inbox:
+            async for piece in inbox:
+                try:
+                    await anyio.to_thread.run_sync(writer.write, piece)
+                except Exception as error:  # noqa: BLE001 - raised again once both have ended
+                    failure.append(error)
+                    return
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(write)
+        with outbox, contextlib.suppress(anyio.BrokenResourceError):
+            async for piece in _pieces(request, failure):
+                await outbox.send(piece)
+    if failure:
+        raise failure[0]
+
+
+async def _pieces(request: Request, failure: list[Exception]) -> AsyncIterator[bytes]:
+    """The request's body in pieces of about ``_CHUNK`` bytes, to where the connection broke."""
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size >= _CHUNK:
+                yield b"".join(chunks)
+                chunks, size = [], 0
+    except ClientDisconnect as error:
+        failure.append(error)
+    if chunks:
+        yield b"".join(chunks)
 
 
 async def _open(

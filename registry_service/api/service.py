@@ -9,7 +9,6 @@ from fastapi import FastAPI
 from registry_service.api import control_registry, control_serving, data_plane
 from registry_service.api.body_limit import BodyLimit
 from registry_service.api.problems import problems_install
-from registry_service.domain import limits
 from registry_service.usecases.context import Context
 
 
@@ -25,7 +24,7 @@ def service_build(context: Context) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    app.add_middleware(BodyLimit, prefix="/v1", limit=limits.REQUEST_BODY_BYTES)
+    app.add_middleware(BodyLimit)
     app.include_router(control_serving.router)
     app.include_router(control_registry.router)
     app.include_router(data_plane.router, include_in_schema=False)

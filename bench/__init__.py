@@ -1,0 +1,1 @@
+"""Benchmarks beside their peers, in one run; figures are printed, never asserted."""

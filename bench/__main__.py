@@ -1,0 +1,38 @@
+"""``python -m bench``: print a table, write ``var/bench.json``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+from bench.check import check
+from bench.publish import publish
+from bench.resolve import resolve
+from bench.stand import stand
+
+
+def main() -> None:
+    """Run all benchmarks."""
+    rows = check()
+    with stand() as (world, pid):
+        rows += publish(world, pid)
+        rows += resolve(world)
+    for row in rows:
+        print("  ".join(f"{key}: {value}" for key, value in row.items()))
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        + platform.python_version(),
+        "rows": rows,
+    }
+    path = Path("var/bench.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
