@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from cli.connection import connection_of
-from cli.options import AsJson
+from cli.options import AsJson, Reason
 from cli.output import ProgressLines, json_print, moment, pairs_print, say, short, table_print
 from registry_service.domain.errors import MalformedError, RefusedError
 
@@ -122,6 +122,19 @@ def base_grant(context: typer.Context, base: str, tenant: str, as_json: AsJson =
         json_print(item)
     else:
         pairs_print([("base", item["name"]), ("grants", item["grants"])])
+
+
+@app.command("drop-catalog")
+def catalog_drop(
+    context: typer.Context, base: str, worker: str, reason: Reason, as_json: AsJson = False
+) -> None:
+    """Settle a CONFLICTED base: drop the catalog of the worker that is wrong."""
+    with connection_of(context).client("operator", "admin") as client:
+        item = client.catalog_drop(base, worker, reason)
+    if as_json:
+        json_print(item)
+    else:
+        pairs_print([("base", item["name"]), ("state", item["state"])])
 
 
 def catalog_build(folder: Path) -> bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from cli.begun import begun_default
 from cli.connection import connection_of
 from cli.options import Adapter, AsJson
 from cli.output import ProgressLines, findings_print, json_print, pairs_print, say
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from registry_service.client import RegistryClient
 
 _UNDECIDED: Final = frozenset({"SCANNING", "VALIDATING"})
+# How --wait ends, by state: refused by checks or people, or a fault of ours.
+_EXIT_CODES: Final = {"REJECTED": 3, "REVOKING": 3, "REVOKED": 3, "STALLED": 7}
 _POLL_SECONDS: Final = 0.25
 
 
@@ -62,8 +65,9 @@ def publish(
         if wait:
             result |= _wait(client, tenant, digest, timeout)
     _print(result, Reference(tenant, reference.adapter, digest), as_json)
-    if result.get("state") == "REJECTED":
-        raise typer.Exit(3)
+    code = _EXIT_CODES.get(str(result.get("state")), 0)
+    if code:
+        raise typer.Exit(code)
 
 
 def _publish(
@@ -78,7 +82,9 @@ def _publish(
     declaration = declaration_build(chosen, facts, statement)
     files = publish_files(chosen, declaration)
     with ProgressLines("sending") as progress:
-        digest = client.push(statement.tenant, statement.adapter, files, label, progress)
+        digest = client.push(
+            statement.tenant, statement.adapter, files, label, progress, begun_default()
+        )
     return {
         "tenant": statement.tenant,
         "adapterId": statement.adapter,
@@ -115,7 +121,11 @@ def _print(result: dict[str, Any], reference: Reference, as_json: bool) -> None:
     pairs_print((key, value) for key, value in result.items() if key not in hidden)
     findings_print(result.get("findings", ()))
     if result.get("state") == "STALLED":
-        say("the checks came to a halt through no fault of the adapter: adapterctl requeue")
+        say("the checks came to a halt through no fault of the adapter; an operator can run them")
+        say(f"again: adapterctl requeue {_named(reference)} -m '…'")
     elif result.get("state") == "IN_REVIEW":
-        name = f"{reference.tenant}/{reference.adapter}@{reference.version}"
-        say(f"next: adapterctl review approve {name} -m '…'")
+        say(f"next, a reviewer: adapterctl review approve {_named(reference)} -m '…'")
+
+
+def _named(reference: Reference) -> str:
+    return f"{reference.tenant}/{reference.adapter}@{reference.version}"

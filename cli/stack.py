@@ -176,15 +176,20 @@ class Stack:
             self.lock.close()
             self.lock = None
 
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """A serving node for each base."""
+        return tuple(f"node-{index}" for index in range(1, len(self.bases) + 1))
+
     def _node_start(self, index: int, base: str) -> dict[str, str]:
-        name, port = f"node-{index}", port_free(self.port + index)
+        name, port = self.node_names[index - 1], port_free(self.port + index)
         store = self.data / "nodes" / name
         store.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.children.start(
             name,
             [
                 *("gpu_worker.serving", "--url", self.url, "--name", name),
-                *("--token-file", str(self.token_file("node")), "--trust", str(self.trust)),
+                *("--token-file", str(self.token_file(name)), "--trust", str(self.trust)),
                 *("--base", str(self.bases[base]), "--store", str(store)),
                 *("--host", HOST, "--port", str(port)),
             ],

@@ -11,7 +11,7 @@ from cli.connection import private_write
 from cli.output import ProgressLines, say
 from cli.stack import Stack, token_write
 from registry_service.client import RegistryClient
-from registry_service.domain.errors import UnauthenticatedError
+from registry_service.domain.errors import MalformedError, RefusedError, UnauthenticatedError
 
 _PROFILE_ROLES: Final = ("operator", "reviewer", "auditor", "gateway", "node")
 _USABLE_SECONDS: Final = 180.0
@@ -25,7 +25,12 @@ def stack_run(stack: Stack) -> dict[str, Any]:
     """
     old = _profile_read(stack)
     if not stack.bases:
-        stack.bases = {n: b for n, b in _old_bases(old).items() if b.is_dir()}
+        stack.bases = _old_bases(old)
+        for name, folder in stack.bases.items():
+            if not folder.is_dir():
+                raise MalformedError(
+                    f"base {name} of last time is no longer at {folder}; name the bases with --base"
+                )
     stack.start_service()
     tokens = tokens_ensure(stack, old.get("tokens", {}))
     with RegistryClient(stack.url, tokens["operator"]) as client:
@@ -54,18 +59,21 @@ def tokens_ensure(stack: Stack, old: dict[str, str]) -> dict[str, str]:
         say("making role tokens")
         admin = json.loads(stack.bootstrap_token("admin", "admin"))["token"]
     tokens = {"admin": admin}
-    validator = stack.token_file("validator")
-    kept = {**old, "validator": validator.read_text("utf-8") if validator.exists() else ""}
     with RegistryClient(stack.url, admin) as client:
-        for role in (*_PROFILE_ROLES, "validator"):
-            token = kept.get(role)
-            if not token or not _valid(stack.url, token):
-                token = str(client.token_create(role, role)["token"])
-            tokens[role] = token
-    token_write(stack, "node", tokens["node"])
-    # The validator's token is for the worker alone and stays out of the profile.
-    token_write(stack, "validator", tokens.pop("validator"))
+        for role in _PROFILE_ROLES:
+            tokens[role] = _token(client, stack.url, role, role, old.get(role))
+        # A worker's token is for that worker alone and stays out of the profile.
+        for name, role in (("validator", "validator"), *((n, "node") for n in stack.node_names)):
+            file = stack.token_file(name)
+            known = file.read_text("utf-8") if file.exists() else None
+            token_write(stack, name, _token(client, stack.url, name, role, known))
     return tokens
+
+
+def _token(client: RegistryClient, url: str, subject: str, role: str, known: str | None) -> str:
+    if known and _valid(url, known):
+        return known
+    return str(client.token_create(subject, role)["token"])
 
 
 def _bases_add(stack: Stack, client: RegistryClient) -> dict[str, dict[str, str]]:
@@ -80,6 +88,10 @@ def _bases_add(stack: Stack, client: RegistryClient) -> dict[str, dict[str, str]
 
 def _usable(client: RegistryClient, digest: str) -> str | None:
     state = client.base_show(digest)["state"]
+    if state == "CONFLICTED":
+        raise RefusedError(
+            f"base {digest}: its workers made different catalogs; look with 'adapterctl base show'"
+        )
     return None if state == "PENDING" else str(state)
 
 

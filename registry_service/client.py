@@ -8,7 +8,7 @@ connection as UnavailableError.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,11 @@ class RegistryClient:
         """Hand in this worker's own catalog of a base."""
         headers = {"Content-Type": "application/json"}
         return self._send("POST", "bases", base, "catalogs", content=catalog, headers=headers)
+
+    def catalog_drop(self, base: str, worker: str, reason: str) -> Json:
+        """Drop a worker's catalog of a base that is not admitted."""
+        body = {"reason": reason}
+        return self._send("POST", "bases", base, "catalogs", worker, "removal", json=body)
 
     # Artifacts
 
@@ -330,10 +335,20 @@ class RegistryClient:
         folder_files: Sequence[PublishFile],
         label: str | None = None,
         progress: Progress | None = None,
+        begun: MutableMapping[str, str] | None = None,
     ) -> Digest:
-        """Publish files as one artifact; a broken upload is continued where it stands."""
+        """Publish files as one artifact; a broken upload is continued where it stands.
+
+        ``begun`` remembers uploads beyond this process.
+        """
         return client_transfer.push(
-            self._http, tenant, adapter, folder_files, label=label, progress=progress
+            self._http,
+            tenant,
+            adapter,
+            folder_files,
+            label=label,
+            progress=progress,
+            begun=begun,
         )
 
     def pull(self, tenant: str, adapter: str, digest: str, into: Path) -> Manifest:

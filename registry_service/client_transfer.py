@@ -10,7 +10,7 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import httpx
 from registry_service.client_http import HttpSession, path_of
 from registry_service.domain import limits
 from registry_service.domain.base_model import base_precision
-from registry_service.domain.digests import Digest, digest_equal, digest_of
+from registry_service.domain.digests import Digest, digest_equal, digest_of, is_digest
 from registry_service.domain.errors import (
     ConflictError,
     MalformedError,
@@ -54,6 +54,33 @@ class PublishFile:
 
     path: str
     source: Path | bytes
+
+    @property
+    def name(self) -> str:
+        """Tells this file from others and from itself once it is changed; empty for bytes."""
+        if isinstance(self.source, bytes):
+            return ""
+        found = self.source.stat()
+        return f"{self.source.resolve()} {found.st_size} {found.st_mtime_ns}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What is remembered of one file's upload; nothing for one without a name."""
+
+    uploads: MutableMapping[str, str]
+    key: str
+
+    def get(self) -> str | None:
+        return None if self.key.endswith(" ") else self.uploads.get(self.key)
+
+    def set(self, value: str | None) -> None:
+        if self.key.endswith(" ") or not self.key:
+            return
+        if value is None:
+            self.uploads.pop(self.key, None)
+        else:
+            self.uploads[self.key] = value
 
 
 class HashingReader:
@@ -114,8 +141,12 @@ def push(
     *,
     label: str | None = None,
     progress: Progress | None = None,
+    begun: MutableMapping[str, str] | None = None,
 ) -> Digest:
-    """Publish files as one artifact: blobs, then the manifest, then the label.
+    """Publish files as one artifact: blobs, then the manifest, under the label if there is one.
+
+    ``begun`` remembers uploads beyond this process, by file: where one stands, and, once it is
+    whole, its digest.
 
     Raises:
         MalformedError: a file that no adapter has. RegistryError: what the service refused.
@@ -124,19 +155,18 @@ def push(
     entries = []
     for file in files:
         with HashingReader(file.source) as reader:
-            digest = _blob_push(session, tenant, adapter, file.path, reader, progress)
+            known = _Begun({} if begun is None else begun, f"{session.url} {tenant} {file.name}")
+            digest = _blob_push(session, tenant, adapter, file.path, reader, progress, known)
             entries.append(FileEntry(file.path, digest, reader.size, kinds[file.path]))
     built = adapter_manifest_build(adapter, entries, precision_of(files))
     with HashingReader(built.config) as reader:
-        _blob_push(session, tenant, adapter, "", reader, None)
-    for reference in (built.digest, label):
-        if reference is not None:
-            session.request(
-                "PUT",
-                path_of("v2", tenant, adapter, "manifests", reference),
-                content=built.manifest,
-                headers={"Content-Type": MANIFEST_MEDIA_TYPE},
-            )
+        _blob_push(session, tenant, adapter, "", reader, None, _Begun({}, ""))
+    session.request(
+        "PUT",
+        path_of("v2", tenant, adapter, "manifests", label or built.digest),
+        content=built.manifest,
+        headers={"Content-Type": MANIFEST_MEDIA_TYPE},
+    )
     return built.digest
 
 
@@ -230,33 +260,56 @@ def _blob_push(
     name: str,
     reader: HashingReader,
     progress: Progress | None,
+    begun: _Begun,
 ) -> Digest:
     """Upload one blob, continuing after a broken connection, a bounded number of times."""
-    location: str | None = None
+    location = begun.get()
+    if location is not None and is_digest(location):
+        if _blob_there(session, tenant, adapter, reader.digest()):
+            return reader.digest()
+        location = None
     failure: RegistryError | None = None
     for attempt in range(UPLOAD_TRIES):
         if failure is not None:
             time.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1))
+        fresh = location is None
         try:
-            if location is None:
-                location, offset = _upload_begin(session, tenant, adapter), 0
-            else:
-                location, offset = _upload_offset(session, location)
+            location, offset = _upload_at(session, tenant, adapter, location)
+            begun.set(location)
             if offset < reader.size:
                 location = _upload_append(session, location, name, reader, offset, progress)
             digest = reader.digest()
             _upload_finish(session, location, digest)
-            return digest
         except UnavailableError as error:
             failure = error
         except (ConflictError, NotFoundError) as error:
             # The upload is not where we think it is, or gone: start another. When already that
             # was refused, the refusal is the answer.
-            if location is None:
+            if fresh and location is None:
                 raise
             failure, location = error, None
+        else:
+            begun.set(digest)
+            return digest
     assert failure is not None  # noqa: S101 - every turn returns or keeps its failure
     raise failure
+
+
+def _upload_at(
+    session: HttpSession, tenant: str, adapter: str, location: str | None
+) -> tuple[str, int]:
+    """Where an upload is and how far: a new one, or one that was begun."""
+    if location is None:
+        return _upload_begin(session, tenant, adapter), 0
+    return _upload_offset(session, location)
+
+
+def _blob_there(session: HttpSession, tenant: str, adapter: str, digest: str) -> bool:
+    try:
+        session.request("HEAD", path_of("v2", tenant, adapter, "blobs", digest))
+    except NotFoundError:
+        return False
+    return True
 
 
 def _upload_begin(session: HttpSession, tenant: str, adapter: str) -> str:

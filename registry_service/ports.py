@@ -71,13 +71,14 @@ class BlobStore(Protocol):
         ...
 
     def upload_commit(
-        self, tenant: UUID, upload: UUID, digest: Digest, known: Digest | None
+        self, tenant: UUID, upload: UUID, digest: Digest, known: tuple[int, Digest] | None
     ) -> int:
         """Make an upload the blob ``digest``; its size.
 
-        ``known`` is the digest that was computed while the bytes arrived; without it they are
-        read again. Repeating it, after the upload became the blob, is safe. Raises RefusedError
-        when the digest differs, NotFoundError when there is neither upload nor blob.
+        ``known`` is the size and digest of the bytes as they arrived; without it, or when the
+        upload holds another number of bytes, they are read again. Repeating it, after the upload
+        became the blob, is safe. Raises RefusedError when the digest differs, NotFoundError when
+        there is neither upload nor blob.
         """
         ...
 
@@ -102,6 +103,10 @@ class BlobStore(Protocol):
 
     def read(self, tenant: UUID, digest: Digest, *, limit: int) -> bytes:
         """A small blob, whole and verified. Raises CorruptStoreError, TooLargeError."""
+        ...
+
+    def uploads(self, tenant: UUID) -> Iterator[tuple[UUID, datetime]]:
+        """Every upload of a tenant and when it was last written, in no order."""
         ...
 
     def delete(self, tenant: UUID, digest: Digest) -> None:

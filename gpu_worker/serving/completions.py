@@ -179,6 +179,8 @@ class Completions:
         lease: Lease | None,
     ) -> Generation:
         def admit() -> None:
+            if not self._follower.fresh:
+                raise UnavailableError("the node's lease has run out", retry_after=1)
             try:
                 expiry_check(context, self._gate.now())
             except UntrustedError as error:

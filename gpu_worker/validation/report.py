@@ -7,11 +7,10 @@ from typing import Any, Final
 
 from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
-from registry_service.domain.findings import Code, Finding, Severity
+from registry_service.domain.findings import WORKER_CHECKS, Code, Finding, Severity, refused
 from registry_service.domain.text import bounded
 
 _MEASUREMENTS: Final = 256
-_WORKER_CHECKS: Final = range(9, 16)
 
 
 class ReportError(Exception):
@@ -33,8 +32,13 @@ def report_build(
         raise ReportError("the child's findings are no list within bounds")
     if not isinstance(measurements, dict) or len(measurements) > _MEASUREMENTS:
         raise ReportError("the child's measurements are no object within bounds")
+    checks = _checks(measurements.pop("checksRun", None))
+    parsed = [_finding(item) for item in findings]
+    if not refused(parsed) and checks != list(WORKER_CHECKS):
+        raise ReportError("the child's answer is a pass without all checks")
     report = {
-        "findings": [_finding(item).to_json() for item in findings],
+        "findings": [finding.to_json() for finding in parsed],
+        "checks": checks,
         "device": device,
         "versions": dict(versions),
         "sandbox": sandbox,
@@ -45,6 +49,12 @@ def report_build(
     return report
 
 
+def _checks(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(item in WORKER_CHECKS for item in value):
+        raise ReportError("the child does not say which checks ran")
+    return value
+
+
 def _finding(item: Any) -> Finding:
     try:
         check, code, severity = int(item["check"]), Code(item["code"]), Severity(item["severity"])
@@ -52,6 +62,6 @@ def _finding(item: Any) -> Finding:
         expected, got = bounded(str(item["expected"]), 400), bounded(str(item["got"]), 400)
     except (KeyError, TypeError, ValueError) as error:
         raise ReportError("the child's findings hold one of another form") from error
-    if check not in _WORKER_CHECKS:
+    if check not in WORKER_CHECKS:
         raise ReportError(f"the child's findings hold one of check {check}")
     return Finding(check, code, where, expected, got, severity)

@@ -374,6 +374,44 @@ CREATE TABLE revocation_node (
     FOREIGN KEY (tenant_id, artifact_digest) REFERENCES revocation (tenant_id, artifact_digest)
 );
 
+-- What admitted means stands here once: approved, with an unexpired verdict whose event is numbered
+-- (admissions take effect once included), on a base that is usable.
+CREATE FUNCTION artifact_admitted(tenant uuid, artifact text, base text, state text)
+RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT state = 'APPROVED' AND EXISTS (
+        SELECT 1 FROM verdict v
+        JOIN event e ON e.tenant_id = v.tenant_id AND e.id = v.event_id
+        JOIN base b ON b.digest = v.base_digest
+        WHERE v.tenant_id = tenant AND v.artifact_digest = artifact AND v.base_digest = base
+          AND v.not_after > now() AND e.position IS NOT NULL AND b.state = 'USABLE')
+$$;
+
+-- A reference of a named tenant, bound to its admitted artifact, in one round trip. It runs with
+-- the caller's rights: it enters the tenant as every transaction does, and sees that tenant's rows.
+CREATE FUNCTION resolve_admitted(tenant_name text, adapter_name text, reference text)
+RETURNS TABLE (tenant_id uuid, tenant_state text, kind text, generation bigint, digest text,
+               base_digest text, tokenizer_digest text, chat_template_digest text)
+LANGUAGE plpgsql AS $$
+DECLARE
+    owner tenant%ROWTYPE;
+BEGIN
+    SELECT * INTO owner FROM tenant t WHERE t.name = tenant_name;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    PERFORM set_config('app.tenant', owner.id::text, true);
+    RETURN QUERY
+        SELECT owner.id, owner.state, coalesce(named.kind, 'digest'), named.generation, a.digest,
+               a.base_digest, a.declaration ->> 'tokenizerDigest',
+               a.declaration ->> 'chatTemplateDigest'
+        FROM (SELECT 1) AS one
+        LEFT JOIN tag named ON named.tenant_id = owner.id AND named.adapter = adapter_name
+             AND named.name = reference
+        JOIN artifact a ON a.tenant_id = owner.id AND a.adapter = adapter_name
+             AND a.digest = coalesce(named.artifact_digest, reference)
+        WHERE artifact_admitted(owner.id, a.digest, a.base_digest, a.state);
+END $$;
+
 -- Row-level security: the app role sees the tenant of its transaction and nothing else.
 DO $$
 DECLARE name text;
@@ -417,6 +455,7 @@ GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, 
 GRANT SELECT, INSERT ON base TO registry_app;
 GRANT UPDATE (state, catalog_digest, statement) ON base TO registry_app;
 GRANT SELECT, INSERT ON base_file, base_catalog, base_grant TO registry_app;
+GRANT DELETE ON base_catalog TO registry_app;
 GRANT SELECT, INSERT ON event, adapter, transition, move, artifact_blob, report, review,
     alias_move, revocation TO registry_app;
 REVOKE INSERT ON transition FROM registry_app;
@@ -427,7 +466,7 @@ GRANT SELECT, INSERT, UPDATE (state, revision) ON artifact TO registry_app;
 GRANT SELECT, INSERT, UPDATE ON verdict TO registry_app;
 GRANT SELECT, INSERT, UPDATE (artifact_digest, base_digest, generation, actor, updated_at)
     ON tag TO registry_app;
-GRANT SELECT, INSERT, UPDATE (state, lease_until, fault) ON job TO registry_app;
+GRANT SELECT, INSERT, UPDATE (state, lease_until, attempt, fault) ON job TO registry_app;
 GRANT SELECT, INSERT, UPDATE ON node TO registry_app;
 GRANT SELECT, INSERT, UPDATE (acknowledged_at, freed_bytes, purged_blocks) ON revocation_node
     TO registry_app;

@@ -76,7 +76,7 @@ class ClaimBody(Body):
 
 
 class LeaseBody(Body):
-    lease: int
+    lease: Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class FindingBody(Body):
@@ -90,14 +90,15 @@ class FindingBody(Body):
 
 class ReportBody(Body):
     findings: Annotated[list[FindingBody], Field(max_length=limits.REPORT_FINDINGS)]
-    device: Any
+    checks: Annotated[list[int], Field(max_length=16)]
+    device: Annotated[str, Field(max_length=200)]
     versions: Annotated[dict[str, str], Field(max_length=64)]
-    sandbox: bool | None
+    sandbox: bool
     measurements: Annotated[dict[str, Any], Field(max_length=256)]
 
 
 class ResultBody(Body):
-    lease: int
+    lease: Annotated[int, Field(ge=0, lt=2**31)]
     outcome: Literal["done", "fault"]
     report: ReportBody | None = None
     catalog: dict[str, Any] | None = None
@@ -117,12 +118,12 @@ class ResidentBody(Body):
 
 
 class HeartbeatBody(Body):
-    feed_index: Annotated[int, Field(ge=0)]
+    feed_index: Annotated[int, Field(ge=0, lt=2**63)]
     residents: Annotated[list[ResidentBody], Field(max_length=10_000)]
 
 
 class AcknowledgementBody(Body):
     tenant_id: Annotated[UUID, Field(strict=False)]
     adapter_digest: Name
-    freed_bytes: Annotated[int, Field(ge=0)]
-    purged_blocks: Annotated[int, Field(ge=0)]
+    freed_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    purged_blocks: Annotated[int, Field(ge=0, lt=2**63)]

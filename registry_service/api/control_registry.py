@@ -155,6 +155,19 @@ async def catalog_submit(
     )
 
 
+@router.post("/bases/{base}/catalogs/{worker:path}/removal", **answers(wire.Base))
+def catalog_drop(
+    base: str,
+    worker: str,
+    body: bodies.ReasonBody,
+    parts: Parts,
+    principal: Principal = _OPERATOR,
+) -> dict[str, Any]:
+    """Drop a worker's catalog of a base that is not admitted."""
+    principal.tenant_check(PLATFORM)
+    return bases.catalog_drop(parts, principal.subject, base, worker, body.reason)
+
+
 @router.get("/bases/{base}/statement")
 def base_statement(base: str, parts: Parts, principal: Principal = _STATEMENT_READERS) -> Response:
     """The signed statement that admitted the base."""

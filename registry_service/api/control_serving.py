@@ -18,6 +18,7 @@ from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, RegistryError
 from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.usecases import aliases, jobs, nodes, resolve, revocations, routing
+from registry_service.usecases.context import database_check
 
 router = APIRouter(prefix="/v1", responses=PROBLEMS)
 
@@ -42,6 +43,13 @@ class PreconditionRequiredError(RegistryError):
 def health() -> dict[str, str]:
     """The process answers. Open to everybody."""
     return {"status": "ok"}
+
+
+@router.get("/ready")
+def ready(parts: Parts) -> dict[str, str]:
+    """The database answers, too. Open to everybody."""
+    database_check(parts)
+    return {"status": "ready"}
 
 
 @router.get("/tenants/{tenant}/adapters/{adapter}/resolve/{reference}", **answers(wire.Resolution))
@@ -321,6 +329,6 @@ def _generation(request: Request) -> int:
             'expected If-Match: "<generation>" (or "0" for a new alias), got none'
         )
     digits = value.strip('"')
-    if not digits.isdigit() or len(digits) > 18:
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
         raise MalformedError('If-Match: expected "<generation>"')
     return int(digits)

@@ -58,7 +58,7 @@ class MediaTypeError(UnsupportedError):
 
 
 class RangeNotSatisfiableError(RegistryError):
-    """A range that the blob does not have."""
+    """A range that the blob does not have, or that its body does not have."""
 
     code = "RANGE_INVALID"
     http_status = 416
@@ -84,14 +84,20 @@ async def upload_begin(
     _own_check(principal, tenant)
     if mount is not None:
         source = request.query_params.get("from", "")
-        blob = digest_parse(mount)
-        if await _run(uploads.blob_mount, parts, principal, tenant, source, adapter, blob):
-            return _created(tenant, adapter, "blobs", blob)
+        wanted = digest_parse(mount)
+        if await _run(uploads.blob_mount, parts, principal, tenant, source, adapter, wanted):
+            return _created(tenant, adapter, "blobs", wanted)
+    blob = None if digest is None else digest_parse(digest)
     upload_id = await _run(uploads.upload_begin, parts, principal, tenant, adapter)
-    if digest is None:
+    if blob is None:
         return _accepted(tenant, adapter, upload_id, 0)
-    await _receive(parts, principal, tenant, adapter, upload_id, request)
-    return await _finish(parts, principal, tenant, adapter, upload_id, digest)
+    try:
+        await _receive(parts, principal, tenant, adapter, upload_id, request)
+        return await _finish(parts, principal, tenant, adapter, upload_id, blob)
+    except RegistryError:
+        # Nobody knows this upload's address: it is dropped with what was reserved for it.
+        await _run(uploads.upload_cancel, parts, principal, tenant, adapter, upload_id)
+        raise
 
 
 @router.patch("/{tenant}/{adapter}/blobs/uploads/{upload_id}")
@@ -121,10 +127,10 @@ async def upload_finish(
 ) -> Response:
     """The last bytes, if any, and the digest of all."""
     _own_check(principal, tenant)
-    digest_parse(digest)
+    blob = digest_parse(digest)
     if request.headers.get("content-length") != "0":
         await _receive(parts, principal, tenant, adapter, upload_id, request)
-    return await _finish(parts, principal, tenant, adapter, upload_id, digest)
+    return await _finish(parts, principal, tenant, adapter, upload_id, blob)
 
 
 @router.get("/{tenant}/{adapter}/blobs/uploads/{upload_id}")
@@ -160,8 +166,11 @@ def blob_read(
 ) -> Response:
     """A blob, whole or by range."""
     blob = digest_parse(digest)
-    tenant_id, size = resolve.blob_pull(parts, principal, tenant, adapter, blob)
     headers = {"Docker-Content-Digest": blob, "Accept-Ranges": "bytes", "ETag": f'"{blob}"'}
+    if request.method == "HEAD" and principal.role is Role.PUBLISHER:
+        headers["Content-Length"] = str(resolve.blob_known(parts, principal, tenant, blob))
+        return Response(headers=headers, media_type="application/octet-stream")
+    tenant_id, size = resolve.blob_pull(parts, principal, tenant, adapter, blob)
     start, end, status = 0, size, 200
     asked = request.headers.get("range")
     if asked is not None:
@@ -270,8 +279,7 @@ async def _receive(
     request: Request,
 ) -> int:
     """Take the request's body into the upload; the offset after it."""
-    length = request.headers.get("content-length")
-    start = _start(request)
+    start, length = _declared(request)
     writer = await _open(parts, principal, tenant, adapter, upload_id, start, length)
     try:
         await _relay(request, writer)
@@ -329,7 +337,7 @@ async def _open(
     adapter: str,
     upload_id: UUID,
     start: int | None,
-    length: str | None,
+    length: int | None,
 ) -> uploads.UploadWriter:
     return await anyio.to_thread.run_sync(
         lambda: uploads.upload_open(
@@ -339,15 +347,14 @@ async def _open(
             adapter,
             upload_id,
             start=start,
-            length=int(length) if length is not None and length.isdigit() else None,
+            length=length,
         )
     )
 
 
 async def _finish(
-    parts: Context, principal: Principal, tenant: str, adapter: str, upload_id: UUID, digest: str
+    parts: Context, principal: Principal, tenant: str, adapter: str, upload_id: UUID, blob: Digest
 ) -> Response:
-    blob = digest_parse(digest)
     await _run(uploads.upload_finish, parts, principal, tenant, adapter, upload_id, blob)
     return _created(tenant, adapter, "blobs", blob)
 
@@ -362,14 +369,20 @@ def _own_check(principal: Principal, tenant: str) -> None:
         raise ForbiddenError(f"expected a repository of tenant {principal.tenant}, got another's")
 
 
-def _start(request: Request) -> int | None:
+def _declared(request: Request) -> tuple[int | None, int | None]:
+    """Where the body starts in the upload and how long it is, as far as the request says so."""
+    text = request.headers.get("content-length", "")
+    length = int(text) if text.isascii() and text.isdigit() else None
     value = request.headers.get("content-range")
     if value is None:
-        return None
+        return None, length
     match = _CONTENT_RANGE.fullmatch(value)
     if match is None:
         raise MalformedError("Content-Range: expected <start>-<end>")
-    return int(match[1])
+    start, ranged = int(match[1]), int(match[2]) - int(match[1]) + 1
+    if ranged < 1 or (length is not None and ranged != length):
+        raise RangeNotSatisfiableError(f"Content-Range: expected the range of {length} bytes")
+    return start, ranged
 
 
 def _range(value: str, size: int) -> tuple[int, int]:

@@ -53,17 +53,33 @@ class MethodError(MalformedError):
 def problems_install(app: FastAPI) -> None:
     """Answer every error in the form of its plane, with a request id, and never with a stack."""
     for kind in (RegistryError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer)
+        app.add_exception_handler(kind, answer)
 
 
-def _answer(request: Request, error: Exception) -> JSONResponse:
-    wrapped = _wrapped(request, error)
+def answer(request: Request, error: Exception) -> JSONResponse:
+    """An error in the form of the request's plane; an unknown one is logged and says nothing."""
+    wrapped = _wrapped(error)
+    request_id = str(uuid.uuid4())
+    if wrapped.http_status >= 500:
+        # The path only: queries and bodies may hold what must not be kept.
+        _log.error(
+            "%s %s %s: %s %s",
+            request_id,
+            request.method,
+            shown(request.url.path),
+            wrapped.code,
+            wrapped.message,
+            exc_info=error if type(wrapped) is RegistryError else None,
+        )
     if request.url.path.startswith("/v2"):
-        return _oci(request, wrapped)
-    return _problem(request, wrapped)
+        response = _oci(request, wrapped)
+    else:
+        response = _problem(wrapped, request_id)
+    response.headers["X-Request-Id"] = request_id
+    return response
 
 
-def _wrapped(request: Request, error: Exception) -> RegistryError:
+def _wrapped(error: Exception) -> RegistryError:
     match error:
         case RegistryError():
             return error
@@ -79,18 +95,17 @@ def _wrapped(request: Request, error: Exception) -> RegistryError:
             return TooLargeError(str(error.detail))
         case HTTPException():
             return MalformedError(str(error.detail))
-    _log.error("request failed: %s %s", request.method, request.url.path, exc_info=error)
     return RegistryError("an error of ours; it has been logged")
 
 
-def _problem(request: Request, error: RegistryError) -> JSONResponse:
+def _problem(error: RegistryError, request_id: str) -> JSONResponse:
     body: dict[str, Any] = {
         "type": _TYPE + error.code.lower().replace("_", "-"),
         "title": error.code.replace("_", " ").capitalize(),
         "status": error.http_status,
         "code": error.code,
         "detail": error.message,
-        "requestId": str(uuid.uuid4()),
+        "requestId": request_id,
     }
     if error.findings:
         body["findings"] = [finding.to_json() for finding in error.findings]
@@ -108,7 +123,11 @@ def _oci(request: Request, error: RegistryError) -> JSONResponse:
         status = 400
     body = {
         "errors": [
-            {"code": code, "message": error.message, "detail": {"code": error.code}},
+            {
+                "code": code,
+                "message": error.message,
+                "detail": {"code": error.code},
+            },
         ]
     }
     return JSONResponse(body, status, headers=_headers(error, 'Basic realm="adapter-registry"'))
@@ -130,6 +149,7 @@ def _oci_code(request: Request, error: RegistryError) -> str:
         "BLOB_UNKNOWN": "MANIFEST_BLOB_UNKNOWN",
         "UNSUPPORTED": "UNSUPPORTED",
         "UPLOAD_RANGE": "BLOB_UPLOAD_INVALID",
+        "RANGE_INVALID": _INVALID[place],
         "REFUSED": "DIGEST_INVALID" if place == "uploads" else "MANIFEST_INVALID",
     }
     if error.code in named:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from registry_service.api import control_registry, control_serving, data_plane
-from registry_service.api.body_limit import BodyLimit
+from registry_service.api.front import Front
 from registry_service.api.problems import problems_install
 from registry_service.usecases.context import Context
 
@@ -24,7 +24,7 @@ def service_build(context: Context) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    app.add_middleware(BodyLimit)
+    app.add_middleware(Front, context=context)
     app.include_router(control_serving.router)
     app.include_router(control_registry.router)
     app.include_router(data_plane.router, include_in_schema=False)

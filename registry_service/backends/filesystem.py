@@ -113,7 +113,7 @@ class FilesystemBlobStore:
         return file_size(self._staged(tenant, upload))
 
     def upload_commit(
-        self, tenant: UUID, upload: UUID, digest: Digest, known: Digest | None
+        self, tenant: UUID, upload: UUID, digest: Digest, known: tuple[int, Digest] | None
     ) -> int:
         """Make an upload the blob ``digest``; its size in bytes. Safe to repeat.
 
@@ -132,7 +132,10 @@ class FilesystemBlobStore:
                     raise
                 return size
             try:
-                actual = known if known is not None else _digest(descriptor)
+                size = os.fstat(descriptor).st_size
+                # What was hashed on the way counts only while the bytes are those, and no more.
+                fits = known is not None and known[0] == size
+                actual = known[1] if known is not None and fits else _digest(descriptor)
                 if not digest_equal(actual, digest):
                     raise RefusedError(f"expected bytes of digest {digest}, got {actual}")
                 os.fchmod(descriptor, 0o400)
@@ -141,7 +144,7 @@ class FilesystemBlobStore:
                 # Replacing an equal blob is harmless, and mends one that the disk has spoiled.
                 staged.replace(final)
                 folder_sync(final.parent)
-                return os.fstat(descriptor).st_size
+                return size
             finally:
                 os.close(descriptor)
 
@@ -200,6 +203,13 @@ class FilesystemBlobStore:
                 with contextlib.suppress(FileNotFoundError):
                     changed = datetime.fromtimestamp(path.stat().st_ctime, UTC)
                     yield digest_parse(f"sha256:{path.name}"), changed
+
+    def uploads(self, tenant: UUID) -> Iterator[tuple[UUID, datetime]]:
+        """Every upload of a tenant and when it was last written, in no order; for the sweeper."""
+        with disk_faults():
+            for path in (self._root / "uploads" / str(tenant)).glob("*"):
+                with contextlib.suppress(FileNotFoundError):
+                    yield UUID(path.name), datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
     def _locked(self, tenant: UUID, upload: UUID, flags: int) -> int:
         """A descriptor of the staged file that nobody else has."""

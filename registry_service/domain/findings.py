@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from registry_service.domain.text import bounded
 
@@ -39,6 +39,10 @@ class Check(StrEnum):
     @property
     def number(self) -> int:
         return int(self.value)
+
+
+# What a worker has to have run before an artifact may pass (13 comes with the serving engine).
+WORKER_CHECKS: Final = (9, 10, 11, 12, 14, 15)
 
 
 class Code(StrEnum):
@@ -105,6 +109,7 @@ class Code(StrEnum):
     OFF_DIFFERS = "OFF_DIFFERS"
     RESIDENT_BYTES = "RESIDENT_BYTES"
     LOAD_TIME = "LOAD_TIME"
+    NO_SANDBOX = "NO_SANDBOX"
 
 
 @dataclass(frozen=True, slots=True)

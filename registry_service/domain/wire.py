@@ -61,6 +61,7 @@ class Report(Wire):
     verdict: Literal["pass", "refuse"]
     report_digest: DigestText
     findings: Annotated[tuple[Finding, ...], Field(max_length=limits.REPORT_FINDINGS)]
+    checks: tuple[int, ...]
     device: str
     versions: dict[str, str]
     sandbox: bool | None

@@ -42,11 +42,7 @@ class ArtifactRow:
 _COLUMNS = (
     "a.tenant_id, t.name AS tenant, a.digest, a.adapter, a.base_digest, a.manifest, "
     "a.declaration, a.publisher, a.bytes, a.state, a.revision, a.submitted_at, "
-    # Admissions take effect once their event is numbered.
-    "(a.state = 'APPROVED' AND EXISTS (SELECT 1 FROM verdict v JOIN event e "
-    "ON e.tenant_id = v.tenant_id AND e.id = v.event_id WHERE v.tenant_id = a.tenant_id "
-    "AND v.artifact_digest = a.digest AND v.base_digest = a.base_digest "
-    "AND v.not_after > now() AND e.position IS NOT NULL)) AS admitted"
+    "artifact_admitted(a.tenant_id, a.digest, a.base_digest, a.state) AS admitted"
 )
 _FROM = " FROM artifact a JOIN tenant t ON t.id = a.tenant_id "
 _ONE = text(f"SELECT {_COLUMNS}{_FROM}WHERE a.tenant_id = :tenant_id AND a.digest = :digest")

@@ -204,6 +204,20 @@ def catalog_insert(
     return True
 
 
+def catalog_delete(session: Session, digest: str, worker: str) -> None:
+    """Drop a worker's catalog.
+
+    Raises:
+        NotFoundError: it made none of this base.
+    """
+    if not rows_changed(
+        session,
+        text("DELETE FROM base_catalog WHERE base_digest = :digest AND worker = :worker"),
+        {"digest": digest, "worker": worker},
+    ):
+        raise NotFoundError("not found")
+
+
 def catalog_makers(session: Session, digest: str) -> list[dict[str, Any]]:
     """Who made which catalog of a base, and when."""
     rows = session.execute(

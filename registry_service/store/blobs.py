@@ -66,6 +66,34 @@ def upload_get(
     return UploadRow(**row._mapping)
 
 
+def upload_exists(session: Session, tenant_id: UUID, upload_id: UUID) -> bool:
+    """True while there is a row of this upload."""
+    return bool(
+        session.execute(
+            text("SELECT 1 FROM upload WHERE tenant_id = :tenant_id AND id = :id"),
+            {"tenant_id": tenant_id, "id": upload_id},
+        ).scalar_one_or_none()
+    )
+
+
+def uploads_open(session: Session, tenant_id: UUID) -> int:
+    """How many uploads the tenant has open."""
+    return int(
+        session.execute(
+            text("SELECT count(*) FROM upload WHERE tenant_id = :tenant_id"),
+            {"tenant_id": tenant_id},
+        ).scalar_one()
+    )
+
+
+def blob_lock(session: Session, tenant_id: UUID, digest: str) -> None:
+    """Hold a blob's bytes and row together to the end of the transaction."""
+    session.execute(
+        text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"),
+        {"key": f"{tenant_id} {digest}"},
+    )
+
+
 def upload_reserve(session: Session, upload: UploadRow, total: int) -> None:
     """Record the bytes that are reserved for an upload in all."""
     session.execute(

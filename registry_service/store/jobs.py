@@ -181,6 +181,18 @@ def job_finish(
     )
 
 
+def job_postpone(session: Session, job: JobRow, reason: str, *, seconds: float) -> None:
+    """Give a job back that could not begin: the attempt does not count."""
+    session.execute(
+        text(
+            "UPDATE job SET state = 'QUEUED', attempt = attempt - 1, fault = :reason, "
+            "lease_until = now() + make_interval(secs => :seconds) "
+            "WHERE tenant_id = :tenant_id AND id = :id"
+        ),
+        {"reason": reason, "seconds": seconds, "tenant_id": job.tenant_id, "id": job.id},
+    )
+
+
 def jobs_open(session: Session, tenant_id: UUID, subject: str) -> list[JobRow]:
     """Open jobs of one subject, locked."""
     sql = (

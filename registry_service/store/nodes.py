@@ -38,7 +38,7 @@ _UPSERT = text(
     "last_seen_at, lease_until) VALUES (:name, :subject, :url, :base, :catalog, :at, :at, "
     ":at + make_interval(secs => :lease)) ON CONFLICT (name) DO UPDATE SET url = :url, "
     "base_digest = :base, catalog_digest = :catalog, registered_at = :at, last_seen_at = :at, "
-    "lease_until = EXCLUDED.lease_until WHERE node.subject = :subject RETURNING name"
+    "lease_until = EXCLUDED.lease_until"
 )
 
 
@@ -51,8 +51,8 @@ def node_upsert(
     base_digest: str,
     catalog_digest: str,
     at: datetime,
-) -> bool:
-    """Register a node; False when the name belongs to another subject."""
+) -> None:
+    """Register a node, or register it anew."""
     values = {
         "name": name,
         "subject": subject,
@@ -62,7 +62,7 @@ def node_upsert(
         "at": at,
         "lease": limits.NODE_LEASE_SECONDS,
     }
-    return session.execute(_UPSERT, values).scalar_one_or_none() is not None
+    session.execute(_UPSERT, values)
 
 
 def node_get(session: Session, name: str) -> NodeRow:

@@ -125,28 +125,68 @@ def alias_move_insert(
     )
 
 
-def tag_page(
-    session: Session, tenant_id: UUID, adapter: str, *, after: str, limit: int, kind: str | None
+def alias_page(
+    session: Session, tenant_id: UUID, adapter: str, *, after: str, limit: int
 ) -> list[TagRow]:
-    """Labels and aliases by name (``kind``: only these), after a name."""
-    values: dict[str, Any] = {
-        "tenant_id": tenant_id,
-        "adapter": adapter,
-        "after": after,
-        "limit": limit,
-    }
-    where = ""
-    if kind is not None:
-        where, values["kind"] = "AND kind = :kind ", kind
-    # Byte order, as the OCI specification wants tags listed.
+    """Aliases by name, after a name."""
     rows = session.execute(
         text(
             f"SELECT {_COLUMNS} FROM tag WHERE tenant_id = :tenant_id AND adapter = :adapter "
-            f'AND name COLLATE "C" > :after {where}ORDER BY name COLLATE "C" LIMIT :limit'
+            "AND kind = 'alias' AND name COLLATE \"C\" > :after "
+            'ORDER BY name COLLATE "C" LIMIT :limit'
         ),
-        values,
+        {"tenant_id": tenant_id, "adapter": adapter, "after": after, "limit": limit},
     )
     return [TagRow(**row._mapping) for row in rows]
+
+
+def tag_names_admitted(
+    session: Session, tenant_id: UUID, adapter: str, *, after: str, limit: int
+) -> list[str]:
+    """Names of labels and aliases of admitted artifacts, in byte order, after a name."""
+    return list(
+        session.execute(
+            text(
+                "SELECT g.name FROM tag g JOIN artifact a ON a.tenant_id = g.tenant_id "
+                "AND a.digest = g.artifact_digest WHERE g.tenant_id = :tenant_id "
+                'AND g.adapter = :adapter AND g.name COLLATE "C" > :after '
+                "AND artifact_admitted(a.tenant_id, a.digest, a.base_digest, a.state) "
+                'ORDER BY g.name COLLATE "C" LIMIT :limit'
+            ),
+            {"tenant_id": tenant_id, "adapter": adapter, "after": after, "limit": limit},
+        ).scalars()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRow:
+    """A reference bound to an admitted artifact. ``generation`` is None for a digest."""
+
+    tenant_id: UUID
+    tenant_state: str
+    kind: str
+    generation: int | None
+    digest: Digest
+    base_digest: Digest
+    tokenizer_digest: Digest
+    chat_template_digest: Digest
+
+
+_RESOLVE = text("SELECT * FROM resolve_admitted(:tenant, :adapter, :reference)")
+
+
+def reference_resolve(session: Session, tenant: str, adapter: str, reference: str) -> ResolvedRow:
+    """The admitted artifact that a digest, label or alias of a tenant's adapter names.
+
+    Raises:
+        NotFoundError: unknown, not admitted, or revoked: one answer.
+    """
+    row = session.execute(
+        _RESOLVE, {"tenant": tenant, "adapter": adapter, "reference": reference}
+    ).one_or_none()
+    if row is None:
+        raise NotFoundError("not found")
+    return ResolvedRow(**row._mapping)
 
 
 def labels_of(

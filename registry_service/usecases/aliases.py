@@ -13,7 +13,7 @@ from registry_service.store import tags as store
 from registry_service.store.artifacts import artifact_get
 from registry_service.store.events import event_append
 from registry_service.usecases.context import Context, Scope, tenant_scope
-from registry_service.usecases.paging import cursor_decode, limit_check, page
+from registry_service.usecases.paging import cursor_decode, limit_check, number_decode, page
 
 _NEWEST = 2**62
 
@@ -94,13 +94,12 @@ def alias_list(
     """Aliases of an adapter by name."""
     after = cursor_decode(cursor, 1)
     with tenant_scope(context, principal, tenant) as scope:
-        rows = store.tag_page(
+        rows = store.alias_page(
             scope.session,
             scope.tenant.id,
             adapter,
             after=after[0] if after else "",
             limit=limit_check(limit) + 1,
-            kind="alias",
         )
     return page(rows, limit, wire=_wire, key=lambda row: (row.name,))
 
@@ -116,15 +115,14 @@ def alias_history(
     limit: int,
 ) -> dict[str, Any]:
     """Every move of an alias, newest first: what was in production when."""
-    after = cursor_decode(cursor, 1)
-    before = int(after[0]) if after and after[0].isdigit() else _NEWEST
+    before = number_decode(cursor)
     with tenant_scope(context, principal, tenant) as scope:
         rows = store.alias_history(
             scope.session,
             scope.tenant.id,
             adapter,
             alias,
-            before=before,
+            before=_NEWEST if before is None else before,
             limit=limit_check(limit) + 1,
         )
     return page(rows, limit, wire=dict, key=lambda row: (str(row["generation"]),))

@@ -22,9 +22,14 @@ from registry_service.domain.base_model import (
 )
 from registry_service.domain.catalog import Catalog, catalog_parse
 from registry_service.domain.digests import Digest, digest_equal, digest_of
-from registry_service.domain.errors import MalformedError, NotFoundError, RefusedError
+from registry_service.domain.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    RefusedError,
+)
 from registry_service.domain.manifest import Manifest, manifest_parse
-from registry_service.domain.names import base_name, tenant_name
+from registry_service.domain.names import base_name, reason_text, tenant_name
 from registry_service.domain.roles import PLATFORM, Principal
 from registry_service.store import bases as store
 from registry_service.store.events import event_append
@@ -198,9 +203,11 @@ def base_grant(context: Context, actor: str, reference: str, tenant: str) -> dic
 def catalog_submit(context: Context, worker: str, reference: str, content: bytes) -> dict[str, Any]:
     """Take a worker's catalog; admit the base when two workers agree, block it when they differ.
 
+    Once the base is admitted, a worker with another catalog is refused and the base stays as it is.
+
     Raises:
         MalformedError: not a catalog in canonical form, or of another base.
-        NotFoundError: no such base.
+        RefusedError: not the admitted catalog. NotFoundError: no such base.
     """
     catalog = catalog_parse(content)
     digest = _catalog_check(catalog, content)
@@ -211,44 +218,77 @@ def catalog_submit(context: Context, worker: str, reference: str, content: bytes
             raise MalformedError(
                 f"catalog: expected one of base {base.digest}, got {catalog.base_digest}"
             )
+        if base.catalog_digest is not None and not digest_equal(base.catalog_digest, digest):
+            raise RefusedError(
+                f"expected the admitted catalog {base.catalog_digest}, got {digest} made with "
+                f"transformers {catalog.transformers_version}; use the version that made the other"
+            )
         if store.catalog_insert(
-            session,
-            base.digest,
-            worker=worker,
-            catalog_digest=digest,
-            content=content,
-            at=now,
+            session, base.digest, worker=worker, catalog_digest=digest, content=content, at=now
         ):
             _event(session, "base.catalogued", base.digest, worker, now, {"catalogDigest": digest})
-            _admit(context, session, base, now)
+            _admit(context, session, base, worker, now)
     return base_show(context, None, base.digest)
 
 
-def _admit(context: Context, session: Session, base: store.BaseRow, now: datetime) -> None:
+def catalog_drop(
+    context: Context, actor: str, reference: str, worker: str, reason: str
+) -> dict[str, Any]:
+    """Drop a worker's catalog of a base that is not admitted, and look again at what is left.
+
+    Raises:
+        NotFoundError: no such base, or no catalog of this worker. ConflictError: it is admitted.
+    """
+    reason = reason_text(reason)
+    now = context.clock.now()
+    with tenant_transaction(context, PLATFORM) as session:
+        base = store.base_get(session, reference, lock=True)
+        if base.state == "USABLE":
+            raise ConflictError("the base is admitted with its catalog; there is nothing to settle")
+        store.catalog_delete(session, base.digest, worker)
+        details = {"worker": worker, "reason": reason}
+        _event(session, "base.catalog_dropped", base.digest, actor, now, details)
+        _admit(context, session, base, actor, now)
+        if not store.catalog_makers(session, base.digest):
+            _catalog_queue(session, base.digest, now)
+    return base_show(context, None, base.digest)
+
+
+def _admit(
+    context: Context, session: Session, base: store.BaseRow, actor: str, now: datetime
+) -> None:
+    """Settle the state of a base that is not admitted by the catalogs there are of it."""
     makers = store.catalog_makers(session, base.digest)
     digests = {maker["catalogDigest"] for maker in makers}
+    state, statement, catalog_digest = "PENDING", None, None
     if len(digests) > 1:
-        store.base_admit(
-            session, base.digest, state="CONFLICTED", catalog_digest=None, statement=None
-        )
+        state = "CONFLICTED"
+    elif len(makers) >= CATALOG_MAKERS:
+        state, catalog_digest = "USABLE", Digest(digests.pop())
+        statement = _statement(context, base, catalog_digest, now)
+    if base.state == state:
         return
-    if len(makers) < CATALOG_MAKERS or base.state != "PENDING":
-        return
-    catalog_digest = Digest(digests.pop())
+    store.base_admit(
+        session, base.digest, state=state, catalog_digest=catalog_digest, statement=statement
+    )
+    events = {"USABLE": "base.admitted", "CONFLICTED": "base.conflicted", "PENDING": "base.pending"}
+    _event(session, events[state], base.digest, actor, now, {"catalogDigest": catalog_digest})
+
+
+def _statement(
+    context: Context, base: store.BaseRow, catalog_digest: Digest, now: datetime
+) -> bytes:
     claims = BaseClaims(
         base_digest=base.digest,
         name=base.name,
         catalog_digest=catalog_digest,
         policy_digest=context.policy.digest,
         issued_at=now,
-        not_after=now + timedelta(days=3650),
+        not_after=now + timedelta(seconds=limits.BASE_STATEMENT_SECONDS),
         verifier_id=context.verifier_id,
     )
     signer = context.verdict_signer
-    statement = dsse_sign(IN_TOTO, base_statement(claims), signer.sign, signer.key_id)
-    store.base_admit(
-        session, base.digest, state="USABLE", catalog_digest=catalog_digest, statement=statement
-    )
+    return dsse_sign(IN_TOTO, base_statement(claims), signer.sign, signer.key_id)
 
 
 def _catalog_check(catalog: Catalog, content: bytes) -> Digest:

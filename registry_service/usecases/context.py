@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import UUID
 
+from psycopg.errors import DeadlockDetected, LockNotAvailable, SerializationFailure
 from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session, sessionmaker
 
-from registry_service.domain.errors import UnavailableError
+from registry_service.domain.errors import MalformedError, UnavailableError
 from registry_service.domain.policy import POLICY, AdmissionPolicy, tenant_active_check
 from registry_service.domain.roles import Principal
 from registry_service.domain.verification import LibraryCheck
@@ -100,9 +101,38 @@ def principal_reading(
 
 
 @contextmanager
+def lookup(context: Context) -> Iterator[Session]:
+    """The app role for single statements that read; each is a transaction of its own."""
+    with _faults(), context.database.lookup() as session:
+        yield session
+
+
+def database_check(context: Context) -> None:
+    """The database answers.
+
+    Raises:
+        UnavailableError: it does not.
+    """
+    with lookup(context) as session:
+        session.execute(text("SELECT 1"))
+
+
+@contextmanager
 def _transaction(maker: sessionmaker[Session]) -> Iterator[Session]:
+    with _faults(), maker.begin() as session:
+        yield session
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """Turn what the database says into what the caller can do about it."""
     try:
-        with maker.begin() as session:
-            yield session
-    except (OperationalError, PoolTimeoutError) as error:
+        yield
+    except (DataError, UnicodeEncodeError) as error:
+        raise MalformedError("a value that cannot be stored: a NUL, or out of range") from error
+    except OperationalError as error:
+        if isinstance(error.orig, DeadlockDetected | SerializationFailure | LockNotAvailable):
+            raise UnavailableError("two changes met; try again", retry_after=1) from error
         raise UnavailableError("the database does not answer; try again") from error
+    except PoolTimeoutError as error:
+        raise UnavailableError("the database is busy; try again") from error

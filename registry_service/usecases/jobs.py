@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -12,12 +13,20 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
 from registry_service.domain.errors import LeaseLostError, MalformedError
-from registry_service.domain.findings import Code, Finding, Severity, refused
+from registry_service.domain.findings import (
+    WORKER_CHECKS,
+    Check,
+    Code,
+    Finding,
+    Severity,
+    refused,
+    review,
+)
 from registry_service.domain.lifecycle import Event, State
 from registry_service.domain.roles import Principal
 from registry_service.domain.text import bounded
 from registry_service.store import jobs as store
-from registry_service.store.artifacts import artifact_advance, artifact_get
+from registry_service.store.artifacts import ArtifactRow, artifact_advance, artifact_get
 from registry_service.store.reviews import report_insert
 from registry_service.usecases.bases import catalog_submit
 from registry_service.usecases.context import (
@@ -63,8 +72,8 @@ def job_heartbeat(context: Context, principal: Principal, job_id: UUID, lease: i
     Raises:
         LeaseLostError: the job is no longer this worker's.
     """
-    with _held(context, principal, job_id, lease) as (session, job):
-        store.job_extend(session, job)
+    with job_holding(context, job_id, lease, principal.subject) as held:
+        store.job_extend(held.session, held.job)
 
 
 def job_report(
@@ -72,16 +81,23 @@ def job_report(
 ) -> None:
     """A validation came to its end: keep the report, move the artifact.
 
+    A worker's report is untrusted: it speaks of the worker's checks only, and without a refusal it
+    has to say that all of them ran.
+
     Raises:
         LeaseLostError, MalformedError.
     """
     findings = tuple(_finding(item) for item in report["findings"])
+    _evidence_check(report, findings)
+    if report["sandbox"] is not True:
+        findings += (review(Check.LOAD, Code.NO_SANDBOX, "worker", "a sandboxed process", "none"),)
+        report = {**report, "findings": [finding.to_json() for finding in findings]}
     if len(canonical_json(report)) > limits.REPORT_BYTES:
         raise MalformedError(f"report: expected at most {limits.REPORT_BYTES} bytes")
-    with _held(context, principal, job_id, lease) as (session, job):
-        if job.kind != "validate":
-            raise MalformedError(f"expected a result of a {job.kind} job, got a report")
-        artifact_settle(context, session, job, findings, report)
+    with job_holding(context, job_id, lease, principal.subject) as held:
+        if held.job.kind != "validate":
+            raise MalformedError(f"expected a result of a {held.job.kind} job, got a report")
+        job_settle(context, held, findings, report)
 
 
 def job_catalog(
@@ -92,12 +108,13 @@ def job_catalog(
     Raises:
         LeaseLostError, MalformedError.
     """
-    with _held(context, principal, job_id, lease) as (_, job):
-        if job.kind != "catalog":
-            raise MalformedError(f"expected a result of a {job.kind} job, got a catalog")
-    catalog_submit(context, principal.subject, job.subject, canonical_json(catalog))
-    with _held(context, principal, job_id, lease) as (session, job):
-        store.job_finish(session, job, "DONE")
+    worker = principal.subject
+    with job_holding(context, job_id, lease, worker) as held:
+        if held.job.kind != "catalog":
+            raise MalformedError(f"expected a result of a {held.job.kind} job, got a catalog")
+    catalog_submit(context, worker, held.job.subject, canonical_json(catalog))
+    with job_holding(context, job_id, lease, worker) as held:
+        store.job_finish(held.session, held.job, "DONE")
 
 
 def job_fault(
@@ -108,8 +125,8 @@ def job_fault(
     Raises:
         LeaseLostError: the job is no longer this worker's.
     """
-    with _held(context, principal, job_id, lease) as (session, job):
-        job_failed(context, session, job, reason)
+    with job_holding(context, job_id, lease, principal.subject) as held:
+        job_failed(context, held, reason)
 
 
 def job_list(
@@ -129,61 +146,96 @@ def job_list(
     )
 
 
-def artifact_settle(
-    context: Context,
-    session: Session,
-    job: store.JobRow,
-    findings: tuple[Finding, ...],
-    report: dict[str, Any],
+@dataclass(frozen=True)
+class Holding:
+    """A transaction that holds a job and, for all but catalogs, its artifact."""
+
+    session: Session
+    job: store.JobRow
+    artifact: ArtifactRow | None
+
+
+@contextmanager
+def job_holding(context: Context, job_id: UUID, lease: int, worker: str) -> Iterator[Holding]:
+    """Hold a job for the worker and lease that have it.
+
+    The artifact's lock comes before the job's, as in a revocation, so that neither waits for the
+    other.
+
+    Raises:
+        LeaseLostError: the job is over, or another worker's.
+    """
+    with system_transaction(context) as session:
+        known = store.job_get(session, job_id)
+    with tenant_transaction(context, known.tenant_id) as session:
+        artifact = None
+        if known.kind in _EVENTS:
+            artifact = artifact_get(session, known.tenant_id, known.subject, lock=True)
+        job = store.job_held(session, job_id, lease)
+        if job.worker != worker:
+            raise LeaseLostError("this job is another worker's; drop this result")
+        yield Holding(session, job, artifact)
+
+
+def job_settle(
+    context: Context, held: Holding, findings: tuple[Finding, ...], report: dict[str, Any]
 ) -> None:
-    """Keep a report and move its artifact by it; the caller holds the job.
+    """Keep a report and move its artifact by it.
 
     An artifact that was revoked meanwhile stays where it is: the report is kept all the same.
     """
     now = context.clock.now()
-    artifact = artifact_get(session, job.tenant_id, job.subject, lock=True)
     failed = refused(findings)
     report_insert(
-        session,
-        tenant_id=job.tenant_id,
-        artifact_digest=job.subject,
-        stage=job.kind,
-        attempt=job.attempt,
-        worker=job.worker,
+        held.session,
+        tenant_id=held.job.tenant_id,
+        artifact_digest=held.job.subject,
+        stage=held.job.kind,
+        attempt=held.job.attempt,
+        worker=held.job.worker,
         verdict="refuse" if failed else "pass",
         content=report,
         at=now,
     )
-    store.job_finish(session, job, "DONE")
-    state, passed, refused_event, _ = _EVENTS[job.kind]
-    if artifact.state is not state:
+    store.job_finish(held.session, held.job, "DONE")
+    state, passed, refused_event, _ = _EVENTS[held.job.kind]
+    if held.artifact is None or held.artifact.state is not state:
         return
     event = refused_event if failed else passed
-    artifact_advance(session, artifact, event, actor=job.worker, reason="", at=now)
+    artifact_advance(held.session, held.artifact, event, actor=held.job.worker, reason="", at=now)
     if event is Event.SCAN_PASSED:
-        store.artifact_job_insert(session, artifact, "validate", now)
+        store.artifact_job_insert(held.session, held.artifact, "validate", now)
 
 
-def job_failed(context: Context, session: Session, job: store.JobRow, reason: str) -> None:
+def job_failed(context: Context, held: Holding, reason: str) -> None:
     """End a failed attempt: queue the job again, or, on its last one, stall the artifact."""
+    job, artifact = held.job, held.artifact
     reason = bounded(reason, limits.REASON_CHARS)
     if job.attempt < job.max_attempts:
         delay = _RETRY_SECONDS * job.attempt
-        store.job_finish(session, job, "QUEUED", reason, delay=delay)
+        store.job_finish(held.session, job, "QUEUED", reason, delay=delay)
         return
-    store.job_finish(session, job, "DEAD", reason)
-    if job.kind == "catalog":
+    store.job_finish(held.session, job, "DEAD", reason)
+    if artifact is None:
         return
-    artifact = artifact_get(session, job.tenant_id, job.subject, lock=True)
     state, _, _, lost = _EVENTS[job.kind]
     if artifact.state is state:
         artifact_advance(
-            session,
+            held.session,
             artifact,
             lost,
             actor=job.worker or "sweeper",
             reason=f"attempt {job.attempt} of {job.max_attempts}: {reason}",
             at=context.clock.now(),
+        )
+
+
+def _evidence_check(report: dict[str, Any], findings: tuple[Finding, ...]) -> None:
+    if any(finding.check not in WORKER_CHECKS for finding in findings):
+        raise MalformedError("report: expected findings of the worker's checks only")
+    if not refused(findings) and tuple(report["checks"]) != WORKER_CHECKS:
+        raise MalformedError(
+            f"report: expected all of checks {', '.join(map(str, WORKER_CHECKS))} to have run"
         )
 
 
@@ -193,20 +245,6 @@ def _finding(item: dict[str, Any]) -> Finding:
     except ValueError as error:
         raise MalformedError(f"report: {bounded(str(error))}") from error
     return Finding(item["check"], code, item["where"], item["expected"], item["got"], severity)
-
-
-@contextmanager
-def _held(
-    context: Context, principal: Principal, job_id: UUID, lease: int
-) -> Iterator[tuple[Session, store.JobRow]]:
-    """A transaction in the job's tenant that holds the job for this worker and lease."""
-    with system_transaction(context) as session:
-        tenant_id = store.job_get(session, job_id).tenant_id
-    with tenant_transaction(context, tenant_id) as session:
-        job = store.job_held(session, job_id, lease)
-        if job.worker != principal.subject:
-            raise LeaseLostError("this job is another worker's; drop this result")
-        yield session, job
 
 
 def job_wire(job: store.JobRow) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_equal
-from registry_service.domain.errors import ConflictError, ForbiddenError, RefusedError
+from registry_service.domain.errors import ForbiddenError, RefusedError
 from registry_service.domain.lifecycle import WITHDRAWN_STATES
 from registry_service.domain.names import node_name
 from registry_service.domain.roles import PLATFORM, Principal
@@ -24,7 +24,7 @@ from registry_service.usecases.context import (
     reading,
     tenant_transaction,
 )
-from registry_service.usecases.paging import cursor_decode, limit_check, page
+from registry_service.usecases.paging import cursor_decode, limit_check, number_decode, page
 
 
 def node_register(
@@ -36,13 +36,15 @@ def node_register(
     url: str,
     catalog_digest: Digest,
 ) -> dict[str, Any]:
-    """Register a node, bound to one base; safe to repeat.
+    """Register a node, bound to one base; safe to repeat. A token names one node: its subject.
 
     Raises:
         NotFoundError: an unknown base. RefusedError: its catalog is not the admitted one.
-        ConflictError: the name is another subject's.
+        ForbiddenError: another name than the token's subject.
     """
     node = node_name(node)
+    if principal.subject != node:
+        raise ForbiddenError(f"expected the node that the token names, '{principal.subject}'")
     now = context.clock.now()
     with tenant_transaction(context, PLATFORM) as session:
         base = base_get(session, base_digest)
@@ -50,7 +52,7 @@ def node_register(
             raise RefusedError(
                 f"expected the base's catalog {base.catalog_digest}, got {catalog_digest}"
             )
-        if not store.node_upsert(
+        store.node_upsert(
             session,
             name=node,
             subject=principal.subject,
@@ -58,8 +60,7 @@ def node_register(
             base_digest=base_digest,
             catalog_digest=catalog_digest,
             at=now,
-        ):
-            raise ConflictError(f"node '{node}' is registered by another subject")
+        )
         event_append(
             session,
             tenant_id=PLATFORM,
@@ -140,8 +141,7 @@ def audit_list(
     Raises:
         NotFoundError: an unknown tenant, or one the caller is not bound to.
     """
-    after = cursor_decode(cursor, 1)
-    start = int(after[0]) if after and after[0].isdigit() else 0
+    start = number_decode(cursor) or 0
     with principal_reading(context, principal) as (session, own):
         tenant_id = own
         if tenant is not None:

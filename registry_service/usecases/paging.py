@@ -41,6 +41,20 @@ def cursor_decode(cursor: str | None, count: int) -> tuple[str, ...] | None:
     return tuple(parts)
 
 
+def number_decode(cursor: str | None) -> int | None:
+    """The number in a cursor, or None for the first page.
+
+    Raises:
+        MalformedError: it holds none.
+    """
+    parts = cursor_decode(cursor, 1)
+    if parts is None:
+        return None
+    if not (parts[0].isascii() and parts[0].isdigit() and len(parts[0]) <= 18):
+        raise MalformedError("cursor: expected one that this list answered with")
+    return int(parts[0])
+
+
 def limit_check(limit: int) -> int:
     """A page size.
 

@@ -17,14 +17,13 @@ from registry_service.domain.names import node_name, subject_name
 from registry_service.domain.roles import Principal
 from registry_service.store.bases import base_find, base_granted
 from registry_service.store.nodes import node_get
-from registry_service.store.tags import grant_find
+from registry_service.store.tags import grant_find, reference_resolve
 from registry_service.trust.routing_context import (
     BASE_MARKER,
     RoutingContext,
     routing_context_sign,
 )
 from registry_service.usecases.context import Context, Scope, tenant_scope
-from registry_service.usecases.resolve import reference_resolve
 
 _LIFETIME: Final = timedelta(seconds=limits.ROUTING_CONTEXT_SECONDS)
 
@@ -91,12 +90,12 @@ def _target(
     grant = grant_find(scope.session, scope.tenant.id, adapter, subject)
     if grant is None or not grant["active"]:
         raise NotFoundError("not found")
-    found = reference_resolve(scope.session, scope.tenant.id, adapter, reference).artifact
+    found = reference_resolve(scope.session, scope.tenant.name, adapter, reference)
     if found.base_digest != base_digest:
         raise NotFoundError("not found")
     return (
         found.digest,
-        Digest(found.declaration["tokenizerDigest"]),
-        Digest(found.declaration["chatTemplateDigest"]),
+        found.tokenizer_digest,
+        found.chat_template_digest,
         grant["epoch"],
     )

@@ -7,7 +7,7 @@ whose catalog is not agreed yet) gives the job back; it never ends the artifact.
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, Final
 
 from registry_service.domain import limits
 from registry_service.domain.catalog import Catalog, catalog_parse
@@ -27,9 +27,15 @@ from registry_service.store import jobs as job_store
 from registry_service.store.artifacts import ArtifactRow, artifact_files, artifact_get
 from registry_service.store.bases import BaseRow, base_find, base_granted, catalog_get
 from registry_service.usecases.context import Context, system_transaction, tenant_transaction
-from registry_service.usecases.jobs import artifact_settle, job_failed
+from registry_service.usecases.jobs import job_failed, job_holding, job_settle
 
-SCANNER = "scanner"
+SCANNER: Final = "scanner"
+_BASE_SECONDS: Final = 2.0
+_CHECKS: Final = (1, 2, 3, 4, 5, 8)
+
+
+class BaseNotReadyError(UnavailableError):
+    """The base has no agreed catalog yet; the scan waits for it."""
 
 
 def scan_next(context: Context) -> bool:
@@ -40,14 +46,15 @@ def scan_next(context: Context) -> bool:
         return False
     try:
         findings = _scan(context, job)
+    except BaseNotReadyError as error:
+        with job_holding(context, job.id, job.lease, SCANNER) as held:
+            job_store.job_postpone(held.session, held.job, error.message, seconds=_BASE_SECONDS)
     except RegistryError as error:
-        with tenant_transaction(context, job.tenant_id) as session:
-            held = job_store.job_held(session, job.id, job.lease)
-            job_failed(context, session, held, f"{error.code}: {error.message}")
-        return True
-    with tenant_transaction(context, job.tenant_id) as session:
-        held = job_store.job_held(session, job.id, job.lease)
-        artifact_settle(context, session, held, findings, _report(findings))
+        with job_holding(context, job.id, job.lease, SCANNER) as held:
+            job_failed(context, held, f"{error.code}: {error.message}")
+    else:
+        with job_holding(context, job.id, job.lease, SCANNER) as held:
+            job_settle(context, held, findings, _report(findings))
     return True
 
 
@@ -67,7 +74,7 @@ def _scan(context: Context, job: job_store.JobRow) -> tuple[Finding, ...]:
                 ),
             )
         if base.catalog_digest is None:
-            raise UnavailableError(f"base '{base.name}' is {base.state}: no agreed catalog")
+            raise BaseNotReadyError(f"base '{base.name}' is {base.state}: no agreed catalog")
         catalog = catalog_parse(catalog_get(session, base.digest, base.catalog_digest))
     inputs = _inputs(context, artifact, files, base, catalog)
     return static_check(inputs, context.header_check)
@@ -121,6 +128,8 @@ def _inputs(
                 if by_path[path].size <= limits.DOC_BYTES
             },
         ),
+        max_rank=context.policy.max_rank,
+        max_weight_bytes=context.policy.max_weight_bytes,
         base=BaseFacts(
             tokenizer_digest=base.tokenizer_digest, chat_template_digest=base.chat_template_digest
         ),
@@ -144,6 +153,7 @@ def _whole(
 def _report(findings: tuple[Finding, ...]) -> dict[str, Any]:
     return {
         "findings": [finding.to_json() for finding in findings[: limits.REPORT_FINDINGS]],
+        "checks": list(_CHECKS),
         "device": "none",
         "versions": {"python": platform.python_version()},
         "sandbox": None,

@@ -13,7 +13,7 @@ from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
 )
-from registry_service.domain.lifecycle import Event
+from registry_service.domain.lifecycle import WITHDRAWN_STATES, Event, State
 from registry_service.domain.manifest import (
     CONFIG_MEDIA_TYPE,
     FileEntry,
@@ -35,6 +35,7 @@ from registry_service.store.tags import TagRow, adapter_ensure, tag_find, tag_in
 from registry_service.usecases.context import Context, Scope, tenant_scope
 
 _DECLARATION_PATH = "adapter-declaration.json"
+_UNLABELLED = WITHDRAWN_STATES | {State.REJECTED}
 
 
 class BlobUnknownError(NotFoundError):
@@ -82,6 +83,9 @@ def artifact_submit(
             )
         _submit(context, scope, principal, manifest, content, declaration)
         if label is not None:
+            state = artifact_get(scope.session, scope.tenant.id, manifest.digest).state
+            if state in _UNLABELLED:
+                raise RefusedError(f"the artifact is {state}; a label would name nothing to run")
             _label_set(context, scope, principal, adapter, label, manifest.digest, declaration)
     return manifest.digest
 

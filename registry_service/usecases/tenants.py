@@ -34,6 +34,7 @@ from registry_service.store.tenants import (
 )
 from registry_service.usecases.context import (
     Context,
+    lookup,
     principal_reading,
     reading,
     tenant_transaction,
@@ -49,7 +50,7 @@ def authenticate(context: Context, secret: str) -> Principal:
     Raises:
         UnauthenticatedError: unknown, expired or withdrawn, or its tenant is suspended.
     """
-    with context.database.app() as session:
+    with lookup(context) as session:
         row = token_authenticate(session, _hash(secret))
     now = context.clock.now()
     if row is None or row.revoked_at is not None or row.expires_at <= now:

@@ -20,6 +20,7 @@ from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     ConflictError,
     NotFoundError,
+    QuotaExceededError,
     TooLargeError,
 )
 from registry_service.domain.names import adapter_name
@@ -72,6 +73,10 @@ def upload_begin(context: Context, principal: Principal, tenant: str, adapter: s
     now = context.clock.now()
     upload_id = uuid4()
     with tenant_scope(context, principal, tenant, active=True) as scope:
+        if store.uploads_open(scope.session, scope.tenant.id) >= limits.OPEN_UPLOADS:
+            raise QuotaExceededError(
+                f"expected at most {limits.OPEN_UPLOADS} open uploads; finish or cancel some"
+            )
         adapter_ensure(scope.session, scope.tenant.id, adapter, now)
         store.upload_insert(
             scope.session, tenant_id=scope.tenant.id, upload_id=upload_id, adapter=adapter, at=now
@@ -101,7 +106,12 @@ class UploadWriter:
         if end > limits.WEIGHT_BYTES:
             raise TooLargeError(f"expected at most {limits.WEIGHT_BYTES} bytes a file")
         if end > self.upload.reserved_bytes:
-            self.upload = _reserve(self.context, self.upload, end)
+            # Bytes of undeclared length: in steps, so that not each chunk asks the database.
+            step = end + limits.UPLOAD_RESERVE_STEP_BYTES
+            try:
+                self.upload = _reserve(self.context, self.upload, step)
+            except QuotaExceededError:
+                self.upload = _reserve(self.context, self.upload, end)
         self.staged.write(chunk)
         if self.hasher is not None:
             self.hasher.update(chunk)
@@ -176,10 +186,10 @@ def upload_finish(
             return size
     offset = context.blobs.upload_size(tenant_id, upload_id)
     hasher = None if offset is None else _hashers.take(upload_id, offset)
-    known = None if hasher is None else Digest("sha256:" + hasher.hexdigest())
-    size = context.blobs.upload_commit(tenant_id, upload_id, digest, known)
-    _blob_record(context, tenant_id, upload_id, digest, size)
-    return size
+    known = None
+    if offset is not None and hasher is not None:
+        known = (offset, Digest("sha256:" + hasher.hexdigest()))
+    return _blob_record(context, tenant_id, upload_id, digest, known)
 
 
 def upload_cancel(
@@ -192,9 +202,10 @@ def upload_cancel(
     """
     with tenant_scope(context, principal, tenant) as scope:
         store.upload_get(scope.session, scope.tenant.id, adapter, upload_id)
+        # The bytes first: a death in between leaves a row, which is swept by its age.
+        context.blobs.upload_abort(scope.tenant.id, upload_id)
         reserved = store.upload_delete(scope.session, scope.tenant.id, upload_id)
         bytes_settle(scope.session, scope.tenant.id, reserved=reserved, stored=0)
-    context.blobs.upload_abort(scope.tenant.id, upload_id)
 
 
 def upload_offset(
@@ -233,9 +244,7 @@ def blob_bytes(
     return context.blobs.open(tenant_id, digest, size=size, start=start, end=end)
 
 
-def _reserve(context: Context, upload: store.UploadRow, end: int) -> store.UploadRow:
-    step = limits.UPLOAD_RESERVE_STEP_BYTES
-    total = end if end - upload.reserved_bytes >= step else upload.reserved_bytes + step
+def _reserve(context: Context, upload: store.UploadRow, total: int) -> store.UploadRow:
     with tenant_transaction(context, upload.tenant_id) as session:
         current = store.upload_get(session, upload.tenant_id, upload.adapter, upload.id, lock=True)
         if total > current.reserved_bytes:
@@ -245,10 +254,18 @@ def _reserve(context: Context, upload: store.UploadRow, end: int) -> store.Uploa
 
 
 def _blob_record(
-    context: Context, tenant_id: UUID, upload_id: UUID, digest: Digest, size: int
-) -> None:
+    context: Context,
+    tenant_id: UUID,
+    upload_id: UUID,
+    digest: Digest,
+    known: tuple[int, Digest] | None,
+) -> int:
     now = context.clock.now()
     with tenant_transaction(context, tenant_id) as session:
+        # A sweeper that found no row waits here, and then finds one.
+        store.blob_lock(session, tenant_id, digest)
+        size = context.blobs.upload_commit(tenant_id, upload_id, digest, known)
         created = store.blob_ensure(session, tenant_id=tenant_id, digest=digest, size=size, at=now)
         reserved = store.upload_delete(session, tenant_id, upload_id)
         bytes_settle(session, tenant_id, reserved=reserved, stored=size if created else 0)
+    return size

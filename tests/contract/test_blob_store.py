@@ -91,11 +91,11 @@ class TestBlobStore:
 
     def test_another_digest_is_refused_and_nothing_appears(self, store: BlobStore) -> None:
         upload = stage(store, DATA)
-        for known in (None, DIGEST):
+        for known in (None, (len(DATA), DIGEST)):
             with pytest.raises(RefusedError):
                 store.upload_commit(TENANT, upload, digest_of(b"x"), known)
         assert store.size(TENANT, digest_of(b"x")) is None
-        assert store.upload_commit(TENANT, upload, DIGEST, DIGEST) == len(DATA)
+        assert store.upload_commit(TENANT, upload, DIGEST, (len(DATA), DIGEST)) == len(DATA)
 
     def test_commit_is_safe_to_repeat(self, store: BlobStore) -> None:
         first, second = stage(store, DATA), stage(store, DATA)
@@ -253,7 +253,7 @@ def _dies(root: Path, upload: UUID) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     Path.replace = die  # type: ignore[method-assign,assignment]
-    FilesystemBlobStore(root).upload_commit(TENANT, upload, DIGEST, DIGEST)
+    FilesystemBlobStore(root).upload_commit(TENANT, upload, DIGEST, (len(DATA), DIGEST))
 
 
 def test_a_crash_before_the_rename_leaves_nothing_visible(
@@ -280,7 +280,7 @@ def test_a_known_digest_spares_reading(
         raise AssertionError("the staged file was read")
 
     monkeypatch.setattr(hashlib, "file_digest", read)
-    disk.upload_commit(TENANT, upload, DIGEST, DIGEST)
+    disk.upload_commit(TENANT, upload, DIGEST, (len(DATA), DIGEST))
 
 
 def test_bytes_are_on_disk_before_their_name(
@@ -300,7 +300,7 @@ def test_bytes_are_on_disk_before_their_name(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "replace", note_replace)
-    disk.upload_commit(TENANT, upload, DIGEST, DIGEST)
+    disk.upload_commit(TENANT, upload, DIGEST, (len(DATA), DIGEST))
     folder = blob_path(tmp_path).parent.name
     assert steps[0] == str(upload)
     assert steps[-2:] == ["rename", folder]

@@ -13,9 +13,10 @@ from sqlalchemy import text
 
 from registry_service.domain import limits
 from registry_service.domain.digests import digest_of
-from registry_service.domain.errors import UnavailableError
+from registry_service.domain.errors import RefusedError, UnavailableError
 from registry_service.usecases.context import reading, tenant_transaction
 from registry_service.usecases.maintenance import blobs_sweep, orphans_sweep
+from tests.conftest import TestDatabase, _execute
 from tests.integration.conftest import World, basic
 
 REPOSITORY = "/v2/t-1042/support-zh"
@@ -132,3 +133,101 @@ def test_stored_bytes_without_a_row_are_swept_once_they_are_old(world: World) ->
 
     assert orphans_sweep(replace(world.context, clock=Later())) == 1
     assert world.context.blobs.size(tenant, digest) is None
+
+
+def test_a_database_that_is_down_is_unavailable(world: World, database: TestDatabase) -> None:
+    token = {"Authorization": f"Bearer {world.tokens['operator']}"}
+    assert httpx.get(f"{world.url}/v1/ready").status_code == 200
+    name = database.superuser_url.rpartition("/")[2].partition("?")[0]
+    kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+    other = database.superuser_url.replace(f"/{name}", "/postgres")
+    _execute(other, f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+    _execute(other, f"{kill} AND datname = '{name}'")
+    try:
+        for path in ("/v1/artifacts", "/v1/ready", "/v2/", "/v2/t-1042/support-zh/manifests/v1"):
+            answer = httpx.get(world.url + path, headers=token)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5"), path
+    finally:
+        _execute(other, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+
+def test_a_hash_of_other_bytes_is_not_taken_for_the_upload(world: World) -> None:
+    tenant = tenant_of(world)
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(location, content=b"benign")
+        upload = UUID(location.rsplit("/", 1)[1])
+        writer = world.context.blobs.upload_writer(tenant, upload, 6)
+        writer.write(b"EVIL")
+        writer.close()
+        # What was hashed on the way was six bytes; ten are there.
+        known = (6, digest_of(b"benign"))
+        with pytest.raises(RefusedError):
+            world.context.blobs.upload_commit(tenant, upload, digest_of(b"benign"), known)
+        assert client.put(location, params={"digest": digest_of(b"benign")}).status_code == 400
+        assert client.put(location, params={"digest": digest_of(b"benignEVIL")}).status_code == 201
+
+
+def test_staged_bytes_without_a_row_are_swept_once_they_are_old(world: World) -> None:
+    tenant = tenant_of(world)
+    orphan = UUID(int=7)
+    world.context.blobs.upload_begin(tenant, orphan)
+
+    class Later:
+        def now(self) -> datetime:
+            return world.context.clock.now() + timedelta(seconds=limits.BLOB_LEASE_SECONDS + 60)
+
+    assert orphans_sweep(world.context) == 0
+    assert orphans_sweep(replace(world.context, clock=Later())) == 1
+    assert world.context.blobs.upload_size(tenant, orphan) is None
+
+
+def test_a_scan_waits_for_a_base_that_is_not_agreed(world: World, tmp_path: Path) -> None:
+    with world.context.database.app.begin() as session:
+        session.execute(
+            text("UPDATE base SET state = 'PENDING', catalog_digest = NULL, statement = NULL")
+        )
+    digest = world.publish(tmp_path / "a")
+    tenant = tenant_of(world)
+    for _ in range(limits.JOB_ATTEMPTS + 2):
+        world.settle()
+        with tenant_transaction(world.context, tenant) as session:
+            session.execute(text("UPDATE job SET lease_until = now() - interval '1 second'"))
+    with world.client("operator") as operator:
+        assert operator.artifact_show("t-1042", digest)["state"] == "SCANNING"
+
+
+def test_quota_is_reserved_as_declared_and_given_back(world: World) -> None:
+    tenant = tenant_of(world)
+
+    def reserved() -> int:
+        with reading(world.context) as session:
+            found = session.execute(
+                text("SELECT reserved_bytes FROM tenant WHERE id = :id"), {"id": tenant}
+            )
+            return int(found.scalar_one())
+
+    with publisher(world) as client:
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        client.patch(location, content=b"x" * 500)
+        assert reserved() == 500
+        client.delete(location)
+        for wrong in (digest_of(b"other"), "sha256:zz"):
+            answer = client.post(
+                f"{REPOSITORY}/blobs/uploads/", params={"digest": wrong}, content=b"y" * 500
+            )
+            assert answer.status_code == 400
+        assert reserved() == 0
+        with world.context.database.app.begin() as session:
+            session.execute(
+                text("UPDATE tenant SET quota_bytes = stored_bytes + 10 WHERE id = :id"),
+                {"id": tenant},
+            )
+        location = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        assert client.patch(location, content=b"z" * 11).status_code == 403
+        assert client.patch(location, content=b"z" * 10).status_code == 202
+        more = client.post(f"{REPOSITORY}/blobs/uploads/").headers["location"]
+        # Of undeclared length, too: a byte that does not fit is refused, one that does is not.
+        assert client.patch(more, content=iter([b"a"])).status_code == 403
+        client.delete(location)
+        assert client.patch(more, content=iter([b"a"])).status_code == 202

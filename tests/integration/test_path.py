@@ -17,7 +17,13 @@ from registry_service.domain.roles import PLATFORM
 from registry_service.trust.keys import public_key_parse
 from registry_service.trust.verdict import TrustedVerifier, verdict_verify
 from registry_service.usecases.maintenance import revocations_sweep
-from tests.integration.conftest import World, lora_tensors, report, safetensors_bytes
+from tests.integration.conftest import (
+    World,
+    lora_tensors,
+    report,
+    safetensors_bytes,
+    tiny_catalog,
+)
 
 TENANT, ADAPTER = "t-1042", "support-zh"
 
@@ -244,3 +250,115 @@ def test_a_lost_worker_gives_the_job_back_and_stalls_at_the_end(
         operator.artifact_requeue(TENANT, digest, "the worker is mended")
         world.settle()
         assert operator.artifact_show(TENANT, digest)["state"] == "VALIDATING"
+
+
+def test_a_catalog_that_differs_never_takes_an_admitted_base_away(
+    world: World, tmp_path: Path
+) -> None:
+    digest = world.admit(tmp_path / "a")
+    other = tiny_catalog(world.base_digest).model_copy(update={"transformers_version": "6.0.0"})
+    with world.client("node") as node, pytest.raises(RefusedError, match=r"6\.0\.0"):
+        node.catalog_submit("tiny", other.to_bytes())
+    with world.client("operator") as operator:
+        assert operator.base_show("tiny")["state"] == "USABLE"
+        assert operator.resolve(TENANT, ADAPTER, digest)["adapterDigest"] == digest
+        with pytest.raises(ConflictError):
+            operator.catalog_drop("tiny", "worker-1", "not needed")
+
+
+def test_a_conflict_before_admission_is_settled_by_an_operator(world: World) -> None:
+    from sqlalchemy import text
+
+    with world.context.database.app.begin() as session:
+        session.execute(text("DELETE FROM base_catalog"))
+        session.execute(
+            text("UPDATE base SET state = 'PENDING', catalog_digest = NULL, statement = NULL")
+        )
+    good = tiny_catalog(world.base_digest)
+    wrong = good.model_copy(update={"transformers_version": "6.0.0"})
+    with (
+        world.client("validator") as one,
+        world.client("worker-2") as two,
+        world.client("node") as node,
+        world.client("operator") as operator,
+    ):
+        one.catalog_submit("tiny", good.to_bytes())
+        assert two.catalog_submit("tiny", wrong.to_bytes())["state"] == "CONFLICTED"
+        assert operator.catalog_drop("tiny", "worker-2", "old library")["state"] == "PENDING"
+        with pytest.raises(NotFoundError):
+            operator.catalog_drop("tiny", "worker-2", "again")
+        assert node.catalog_submit("tiny", good.to_bytes())["state"] == "USABLE"
+        world.settle()
+        kinds = [e["kind"] for e in operator.audit_list(subject=world.base_digest)]
+    assert kinds[-5:] == [
+        "base.conflicted",
+        "base.catalog_dropped",
+        "base.pending",
+        "base.catalogued",
+        "base.admitted",
+    ]
+
+
+def test_a_nodes_token_names_one_node(world: World) -> None:
+    with world.client("node") as node, world.client("operator") as operator:
+        catalog = operator.base_show("tiny")["catalogDigest"]
+        with pytest.raises(ForbiddenError):
+            node.node_register("node-2", world.base_digest, "http://127.0.0.1:9", catalog)
+
+
+def test_tags_are_listed_whole_whatever_is_not_admitted(world: World, tmp_path: Path) -> None:
+    import httpx
+
+    from tests.integration.conftest import basic
+
+    for number, label in enumerate(("a", "b", "d")):
+        world.publish(tmp_path / label, fill=number + 1, label=label)
+    world.settle()
+    for _ in range(3):
+        world.validate()
+    world.admit(tmp_path / "c", fill=9, label="c")
+    headers = basic(world.tokens["node"])
+    url = f"{world.url}/v2/{TENANT}/{ADAPTER}/tags/list"
+    assert httpx.get(url, params={"n": 1}, headers=headers).json()["tags"] == ["c"]
+
+
+def test_a_label_names_nothing_that_is_refused_or_revoked(world: World, tmp_path: Path) -> None:
+    digest = world.admit(tmp_path / "a")
+    with world.client("operator") as operator:
+        operator.revoke(TENANT, digest, "bad", None)
+    with pytest.raises(RefusedError):
+        world.publish(tmp_path / "a", label="v9")
+
+
+def test_a_new_process_continues_an_upload(world: World, tmp_path: Path) -> None:
+    import httpx
+
+    from registry_service.client_transfer import PublishFile
+    from tests.integration.conftest import basic
+
+    world.folder(tmp_path / "a", weights=safetensors_bytes(lora_tensors(width=4096)))
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    headers = basic(world.tokens["publisher:t-1042"])
+    begun_at = httpx.post(f"{world.url}/v2/{TENANT}/{ADAPTER}/blobs/uploads/", headers=headers)
+    location = world.url + begun_at.headers["location"]
+    httpx.patch(location, headers=headers, content=weights.read_bytes()[:100_000])
+    file = PublishFile("adapter_model.safetensors", weights)
+    begun = {f"{world.url} {TENANT} {file.name}": location}
+    files = [file] + [
+        PublishFile(name, tmp_path / "a" / name)
+        for name in ("adapter_config.json", "adapter-declaration.json")
+    ]
+    steps: list[int] = []
+    with world.client("publisher:t-1042") as client:
+
+        def note(name: str, done: int, _: int) -> None:
+            if name == file.path:
+                steps.append(done)
+
+        first = client.push(TENANT, ADAPTER, files, None, note, begun)
+        assert steps[-1] == weights.stat().st_size
+        assert httpx.get(location, headers=headers).status_code == 404
+        steps.clear()
+        # Whole blobs are not sent again, nor taken for granted: the file is hashed anew.
+        assert client.push(TENANT, ADAPTER, files, None, note, begun) == first
+        assert steps == []

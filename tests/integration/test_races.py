@@ -12,8 +12,9 @@ from sqlalchemy import text
 
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import RegistryError
-from registry_service.usecases.context import reading
-from tests.integration.conftest import World
+from registry_service.usecases.context import reading, tenant_transaction
+from registry_service.usecases.maintenance import blobs_sweep
+from tests.integration.conftest import World, report
 from tests.integration.test_data_plane import REPOSITORY, begin, publisher
 
 TENANT, ADAPTER = "t-1042", "support-zh"
@@ -142,3 +143,49 @@ def test_reserved_bytes_are_given_back(world: World, tmp_path: Path) -> None:
         ).one()
     assert reserved == 0
     assert stored == blobs
+
+
+def test_a_revocation_and_a_report_never_wait_for_each_other(world: World, tmp_path: Path) -> None:
+    for number in range(6):
+        digest = world.publish(tmp_path / str(number), fill=number)
+        world.settle()
+
+        with world.client("validator") as worker:
+            job = worker.job_claim("w", ["validate"], [world.base_digest])
+
+        def finish(job: Any = job) -> Any:
+            with world.client("validator") as worker:
+                return worker.job_complete(job["id"], job["lease"], report=report())
+
+        def revoke(digest: str = digest) -> Any:
+            with world.client("operator") as operator:
+                return operator.revoke(TENANT, digest, "bad", None)["state"]
+
+        finished, revoked = at_once(finish, revoke)
+        assert revoked == "REVOKED", (finished, revoked)
+
+
+def test_a_blob_that_is_pushed_while_it_is_swept_stays_whole(world: World) -> None:
+    content = b"swept" * 1000
+    digest = digest_of(content)
+    with reading(world.context) as session:
+        tenant = session.execute(text("SELECT id FROM tenant WHERE name = :n"), {"n": TENANT})
+        tenant_id = tenant.scalar_one()
+
+    def push() -> int:
+        with publisher(world) as client:
+            location = begin(client)
+            client.patch(location, content=content)
+            return client.put(location, params={"digest": digest}).status_code
+
+    def sweep() -> int:
+        return sum(blobs_sweep(world.context) for _ in range(20))
+
+    for _ in range(5):
+        push()
+        with tenant_transaction(world.context, tenant_id) as session:
+            session.execute(text("UPDATE blob SET lease_until = now() - interval '1 second'"))
+        pushed, _ = at_once(push, sweep)
+        assert pushed == 201
+        with publisher(world) as client:
+            assert client.get(f"{REPOSITORY}/blobs/{digest}").content == content

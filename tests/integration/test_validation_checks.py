@@ -88,7 +88,7 @@ def test_good_adapter_has_no_refusal(bench: Bench) -> None:
     assert codes(report, "review") == set(), report["findings"]
     assert codes(report, "info") == {"LOAD_TIME"}
     measured = report["measurements"]
-    assert measured["checksRun"] == [9, 10, 11, 12, 14, 15]
+    assert report["checks"] == [9, 10, 11, 12, 14, 15]
     assert measured["residentBytes"]["measured"] == measured["residentBytes"]["predicted"]
     assert measured["effect"]["maxDifference"] > 0
     assert report["sandbox"] is True
@@ -116,7 +116,7 @@ def test_nan_is_refused_before_it_is_loaded(bench: Bench) -> None:
     report = bench.changed("nan", change)
     assert codes(report) == {"VALUE_NOT_FINITE"}
     assert report["findings"][0]["where"] == f"{Q0}.lora_A.weight"
-    assert report["measurements"]["checksRun"] == [9, 10]
+    assert report["checks"] == [9, 10]
 
 
 def test_missing_tensor(bench: Bench) -> None:

@@ -150,6 +150,7 @@ def test_the_openapi_document_says_what_every_json_route_answers(world: World) -
     # Bytes, and answers without a body.
     assert silent == {
         "get /v1/health",
+        "get /v1/ready",
         "get /v1/bases/{base}/catalog",
         "get /v1/bases/{base}/statement",
         "get /v1/bases/{base}/files/{path}",

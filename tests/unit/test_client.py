@@ -235,7 +235,7 @@ def test_moving_an_alias_names_the_generation() -> None:
     assert moved["generation"] == 4
 
 
-def test_push_uploads_blobs_then_manifest_then_label(
+def test_push_uploads_blobs_then_the_manifest_under_its_label(
     registry: FakeRegistry, tmp_path: Path
 ) -> None:
     seen: list[tuple[str, int, int]] = []
@@ -243,8 +243,8 @@ def test_push_uploads_blobs_then_manifest_then_label(
         "t", "a", adapter_files(tmp_path), "v1", lambda *step: seen.append(step)
     )
     assert registry.blobs[digest_of(weights())] == weights()
-    assert digest_of(registry.manifests[digest]) == digest
-    assert registry.manifests["v1"] == registry.manifests[digest]
+    assert set(registry.manifests) == {"v1"}
+    assert digest_of(registry.manifests["v1"]) == digest
     assert seen[-2][0] == "adapter_model.safetensors"
     assert seen[-2][1] == seen[-2][2] == len(weights())
     config = json.loads(registry.blobs[json.loads(registry.manifests["v1"])["config"]["digest"]])
