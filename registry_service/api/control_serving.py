@@ -9,6 +9,7 @@ from uuid import UUID
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from registry_service.api import bodies
 from registry_service.api.answers import PROBLEMS, answers
@@ -55,9 +56,10 @@ def ready(parts: Parts) -> dict[str, str]:
 @router.get("/tenants/{tenant}/adapters/{adapter}/resolve/{reference}", **answers(wire.Resolution))
 def resolve_reference(
     tenant: str, adapter: str, reference: str, parts: Parts, principal: Principal = _RESOLVERS
-) -> dict[str, Any]:
+) -> JSONResponse:
     """The immutable digest that a digest, label or alias names."""
-    return resolve.resolve(parts, principal, tenant, adapter, reference)
+    # Plain text all through: what every request of a fleet asks for is not walked for types.
+    return JSONResponse(resolve.resolve(parts, principal, tenant, adapter, reference))
 
 
 @router.get("/tenants/{tenant}/adapters/{adapter}/aliases", **answers(wire.Page[wire.Alias]))

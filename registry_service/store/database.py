@@ -28,8 +28,8 @@ class Database:
     app: sessionmaker[Session]
     system: sessionmaker[Session]
     auditor: sessionmaker[Session]
-    # The app role, each statement a transaction of its own: one round trip instead of three.
-    lookup: sessionmaker[Session]
+    # The app role for single statements, each a transaction of its own: one round trip, not three.
+    lookup: Engine
     engines: tuple[Engine, ...]
 
     def close(self) -> None:
@@ -46,12 +46,14 @@ def database_open(app_url: str, system_url: str, auditor_url: str, *, pool: int 
         RuntimeError: a connection is a superuser, the owner, bypasses row-level security, or is
             another role than expected.
     """
-    engines = tuple(_engine(url, pool) for url in (app_url, system_url, auditor_url))
-    for engine, expected in zip(engines, (APP, SYSTEM, AUDITOR), strict=True):
+    engines = (
+        *(_engine(url, pool) for url in (app_url, system_url, auditor_url)),
+        _engine(app_url, pool, isolation_level="AUTOCOMMIT", pool_reset_on_return=None),
+    )
+    for engine, expected in zip(engines, (APP, SYSTEM, AUDITOR, APP), strict=True):
         _role_check(engine, expected)
-    app, system, auditor = (sessionmaker(engine, expire_on_commit=False) for engine in engines)
-    lookup = sessionmaker(engines[0].execution_options(isolation_level="AUTOCOMMIT"))
-    return Database(app, system, auditor, lookup, engines)
+    app, system, auditor = (sessionmaker(engine, expire_on_commit=False) for engine in engines[:3])
+    return Database(app, system, auditor, engines[3], engines)
 
 
 def rows_changed(session: Session, statement: Executable, values: Mapping[str, Any]) -> int:
@@ -59,7 +61,7 @@ def rows_changed(session: Session, statement: Executable, values: Mapping[str, A
     return cast("CursorResult[Any]", session.execute(statement, values)).rowcount
 
 
-def _engine(url: str, pool: int) -> Engine:
+def _engine(url: str, pool: int, **options: Any) -> Engine:
     return create_engine(
         driver_url(url),
         pool_size=pool,
@@ -67,6 +69,7 @@ def _engine(url: str, pool: int) -> Engine:
         pool_timeout=10,
         pool_pre_ping=False,
         hide_parameters=True,
+        **options,
         connect_args={"connect_timeout": 5, "options": "-c statement_timeout=30000"},
     )
 

@@ -7,6 +7,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+import psycopg
+from psycopg.rows import class_row
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -172,21 +174,22 @@ class ResolvedRow:
     chat_template_digest: Digest
 
 
-_RESOLVE = text("SELECT * FROM resolve_admitted(:tenant, :adapter, :reference)")
+_RESOLVE = "SELECT * FROM resolve_admitted(%s, %s, %s)"
 
 
-def reference_resolve(session: Session, tenant: str, adapter: str, reference: str) -> ResolvedRow:
+def reference_resolve(
+    connection: psycopg.Connection[Any], tenant: str, adapter: str, reference: str
+) -> ResolvedRow:
     """The admitted artifact that a digest, label or alias of a tenant's adapter names.
 
     Raises:
         NotFoundError: unknown, not admitted, or revoked: one answer.
     """
-    row = session.execute(
-        _RESOLVE, {"tenant": tenant, "adapter": adapter, "reference": reference}
-    ).one_or_none()
+    with connection.cursor(row_factory=class_row(ResolvedRow)) as cursor:
+        row = cursor.execute(_RESOLVE, (tenant, adapter, reference)).fetchone()
     if row is None:
         raise NotFoundError("not found")
-    return ResolvedRow(**row._mapping)
+    return row
 
 
 def labels_of(

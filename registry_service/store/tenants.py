@@ -7,6 +7,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
+from psycopg.rows import namedtuple_row
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -41,6 +43,7 @@ class TokenRow:
     revoked_at: datetime | None
 
 
+_AUTHENTICATE = "SELECT * FROM token_authenticate(%s)"
 _TOKEN_COLUMNS = (
     "k.tenant_id, t.name AS tenant, k.id, k.subject, k.role, k.created_at, k.created_by, "
     "k.expires_at, k.revoked_at"
@@ -219,8 +222,7 @@ def token_tenant(session: Session, token_id: UUID) -> UUID:
     return UUID(str(found))
 
 
-def token_authenticate(session: Session, secret_hash: bytes) -> Any | None:
+def token_authenticate(connection: psycopg.Connection[Any], secret_hash: bytes) -> Any | None:
     """The one look-up of a request: principal fields of an unexpired or expired token, or None."""
-    return session.execute(
-        text("SELECT * FROM token_authenticate(:hash)"), {"hash": secret_hash}
-    ).one_or_none()
+    with connection.cursor(row_factory=namedtuple_row) as cursor:
+        return cursor.execute(_AUTHENTICATE, (secret_hash,)).fetchone()

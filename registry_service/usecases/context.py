@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 from uuid import UUID
 
+import psycopg
 from psycopg.errors import DeadlockDetected, LockNotAvailable, SerializationFailure
 from sqlalchemy import text
 from sqlalchemy.exc import DataError, OperationalError
@@ -101,10 +103,21 @@ def principal_reading(
 
 
 @contextmanager
-def lookup(context: Context) -> Iterator[Session]:
-    """The app role for single statements that read; each is a transaction of its own."""
-    with _faults(), context.database.lookup() as session:
-        yield session
+def lookup(context: Context) -> Iterator[psycopg.Connection[Any]]:
+    """The app role for single statements that read; each is a transaction of its own.
+
+    On the driver itself: authenticating and resolving are the two things that happen on every
+    request of a serving fleet, and through SQLAlchemy each cost 0.5 ms more of this process.
+    """
+    with _faults():
+        pooled = context.database.lookup.raw_connection()
+        try:
+            yield cast("psycopg.Connection[Any]", pooled.driver_connection)
+        except psycopg.OperationalError:
+            pooled.invalidate()
+            raise
+        finally:
+            pooled.close()
 
 
 def database_check(context: Context) -> None:
@@ -113,8 +126,8 @@ def database_check(context: Context) -> None:
     Raises:
         UnavailableError: it does not.
     """
-    with lookup(context) as session:
-        session.execute(text("SELECT 1"))
+    with lookup(context) as connection:
+        connection.execute("SELECT 1")
 
 
 @contextmanager
@@ -128,11 +141,13 @@ def _faults() -> Iterator[None]:
     """Turn what the database says into what the caller can do about it."""
     try:
         yield
-    except (DataError, UnicodeEncodeError) as error:
+    except (DataError, psycopg.DataError, UnicodeEncodeError) as error:
         raise MalformedError("a value that cannot be stored: a NUL, or out of range") from error
     except OperationalError as error:
         if isinstance(error.orig, DeadlockDetected | SerializationFailure | LockNotAvailable):
             raise UnavailableError("two changes met; try again", retry_after=1) from error
+        raise UnavailableError("the database does not answer; try again") from error
+    except psycopg.OperationalError as error:
         raise UnavailableError("the database does not answer; try again") from error
     except PoolTimeoutError as error:
         raise UnavailableError("the database is busy; try again") from error

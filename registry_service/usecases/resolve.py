@@ -27,8 +27,8 @@ def resolve(
     Raises:
         NotFoundError: unknown, somebody else's, not admitted, or revoked: one answer.
     """
-    with lookup(context) as session:
-        found = reference_resolve(session, tenant, adapter, reference)
+    with lookup(context) as connection:
+        found = reference_resolve(connection, tenant, adapter, reference)
     principal.tenant_check(found.tenant_id)
     tenant_active_check(found.tenant_state)
     return {

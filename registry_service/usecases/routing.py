@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
+
+import psycopg
 
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
@@ -90,7 +92,11 @@ def _target(
     grant = grant_find(scope.session, scope.tenant.id, adapter, subject)
     if grant is None or not grant["active"]:
         raise NotFoundError("not found")
-    found = reference_resolve(scope.session, scope.tenant.name, adapter, reference)
+    # In the transaction's own connection.
+    connection = cast(
+        "psycopg.Connection[Any]", scope.session.connection().connection.driver_connection
+    )
+    found = reference_resolve(connection, scope.tenant.name, adapter, reference)
     if found.base_digest != base_digest:
         raise NotFoundError("not found")
     return (

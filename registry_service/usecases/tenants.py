@@ -50,8 +50,8 @@ def authenticate(context: Context, secret: str) -> Principal:
     Raises:
         UnauthenticatedError: unknown, expired or withdrawn, or its tenant is suspended.
     """
-    with lookup(context) as session:
-        row = token_authenticate(session, _hash(secret))
+    with lookup(context) as connection:
+        row = token_authenticate(connection, _hash(secret))
     now = context.clock.now()
     if row is None or row.revoked_at is not None or row.expires_at <= now:
         raise UnauthenticatedError(
