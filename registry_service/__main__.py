@@ -29,10 +29,10 @@ def main() -> int:
     try:
         return _run(arguments)
     except RegistryError as error:
-        print(f"{error.code}: {error.message}", file=sys.stderr)  # noqa: T201
+        print(f"{error.code}: {error.message}", file=sys.stderr)  # noqa: T201 - a command's answer
         return error.exit_code
     except (ValueError, RuntimeError) as error:
-        print(str(error), file=sys.stderr)  # noqa: T201
+        print(str(error), file=sys.stderr)  # noqa: T201 - a command's answer
         return 2
 
 
@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
             role=arguments.role,
             tenant=arguments.tenant,
         )
-        print(json.dumps({"id": made["id"], "token": made["token"]}))  # noqa: T201
+        print(json.dumps({"id": made["id"], "token": made["token"]}))  # noqa: T201 - a command's answer
     return 0
 
 
@@ -91,6 +91,8 @@ def _serve() -> None:
         access_log=False,
         timeout_graceful_shutdown=10,
         server_header=False,
+        # What a caller says of its own address is not believed, so it need not be read.
+        proxy_headers=False,
     )
 
 

@@ -76,7 +76,7 @@ def process_seal() -> None:
     process_unreadable()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Nothing in the sandbox is writable, and torch asks for this name when it is imported.
-    tempfile.tempdir = "/tmp"  # noqa: S108
+    tempfile.tempdir = "/tmp"  # noqa: S108 - the sandbox has its own, and it is read-only
 
 
 def process_expendable() -> None:
@@ -84,7 +84,7 @@ def process_expendable() -> None:
 
     Before the seal, after which a plain user's process may not write this any more.
     """
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123 - a file of the kernel
         file.write("900")
 
 
@@ -119,7 +119,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - a file of the kernel
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 

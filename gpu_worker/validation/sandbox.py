@@ -50,7 +50,7 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "CUDA_CACHE_DISABLE": "1",
     # torch makes this directory when it is imported; one that exists will do, though read-only.
-    "TORCHINDUCTOR_CACHE_DIR": "/tmp",  # noqa: S108
+    "TORCHINDUCTOR_CACHE_DIR": "/tmp",  # noqa: S108 - inside the sandbox
 }
 
 
@@ -159,11 +159,11 @@ def _isolation() -> list[str]:
     return [
         *("--unshare-all", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL"),
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # noqa: S108
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # noqa: S108 - inside the sandbox
     ]
 
 
 def _seal() -> list[str]:
     # Nothing is writable: a child can leave nothing behind for the next one.
-    sealed = ("/tmp", "/dev", "/")  # noqa: S108
+    sealed = ("/tmp", "/dev", "/")  # noqa: S108 - inside the sandbox
     return [*(part for path in sealed for part in ("--remount-ro", path)), "--chdir", "/"]

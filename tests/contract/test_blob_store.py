@@ -148,9 +148,9 @@ class TestBlobStore:
     @pytest.mark.parametrize("tenant", ["../x", "", "0" * 31])
     def test_only_ids_become_paths(self, store: BlobStore, tenant: str) -> None:
         with pytest.raises(ValueError, match="badly formed"):
-            store.upload_begin(tenant, uuid4())  # type: ignore[arg-type]
+            store.upload_begin(tenant, uuid4())  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
         with pytest.raises(ValueError, match="badly formed"):
-            store.upload_begin(TENANT, tenant)  # type: ignore[arg-type]
+            store.upload_begin(TENANT, tenant)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
         with pytest.raises(MalformedError):
             store.size(TENANT, Digest("sha256:../../x"))
 
@@ -227,7 +227,7 @@ def _full(root: Path, upload: UUID, connection: object) -> None:
     try:
         writer.write(DATA[4000:8000])
     except UnavailableError as error:
-        connection.send((error.http_status, error.retry_after))  # type: ignore[attr-defined]
+        connection.send((error.http_status, error.retry_after))  # type: ignore[attr-defined]  # a stand-in, or wrong on purpose
     writer.close()
 
 
@@ -252,7 +252,7 @@ def _dies(root: Path, upload: UUID) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Path.replace = die  # type: ignore[method-assign,assignment]
+    Path.replace = die  # type: ignore[method-assign,assignment]  # a stand-in, or wrong on purpose
     FilesystemBlobStore(root).upload_commit(TENANT, upload, DIGEST, (len(DATA), DIGEST))
 
 

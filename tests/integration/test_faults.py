@@ -91,7 +91,7 @@ def test_a_blob_that_the_store_spoiled_is_not_served(world: World, tmp_path: Pat
     digest = world.admit(tmp_path / "a")
     weights = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
     digits = digest_of(weights).removeprefix("sha256:")
-    (path,) = Path(world.context.blobs._root).rglob(digits)  # type: ignore[attr-defined]
+    (path,) = Path(world.context.blobs._root).rglob(digits)  # type: ignore[attr-defined]  # a stand-in, or wrong on purpose
     path.chmod(0o600)
     path.write_bytes(weights[:-1] + b"\xff")
     with world.client("node") as node, pytest.raises(UnavailableError):

@@ -395,7 +395,7 @@ def test_a_base_that_the_registry_does_not_know_stops_the_start(
     assert startup.base_admit(client, registry.trust(), base).digest == base.digest
     forged = sw.FakeRegistry(tmp_path / "forged", base)
     with pytest.raises(UntrustedError):
-        startup.base_admit(client=forged, trust=registry.trust(), proven=base)  # type: ignore[arg-type]
+        startup.base_admit(client=forged, trust=registry.trust(), proven=base)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
 
 
 def test_a_context_from_before_this_process_is_refused(world: World) -> None:

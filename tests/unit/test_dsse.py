@@ -107,7 +107,7 @@ def test_every_flipped_bit_is_denied() -> None:
 
 def test_odd_errors_are_denials_too() -> None:
     with pytest.raises(UntrustedError):
-        dsse_verify(ENVELOPE, object(), IN_TOTO)  # type: ignore[arg-type]
+        dsse_verify(ENVELOPE, object(), IN_TOTO)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
 
 
 def test_only_two_kinds_of_keys() -> None:

@@ -174,7 +174,7 @@ def test_other_payloads_are_denied(payload: bytes) -> None:
 
 def test_base_statement() -> None:
     def check(envelope: bytes, base: str = BASE.base_digest, now: datetime = NOW) -> v.BaseClaims:
-        return v.base_verify(envelope, trusted=TRUSTED, base_digest=base, now=now)  # type: ignore[arg-type]
+        return v.base_verify(envelope, trusted=TRUSTED, base_digest=base, now=now)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
 
     envelope = sign(v.base_statement(BASE))
     assert check(envelope) == BASE
