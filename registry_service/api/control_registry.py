@@ -223,10 +223,17 @@ def artifact_show(
 
 @router.get("/tenants/{tenant}/artifacts/{digest}/reports", **answers(wire.Page[wire.Report]))
 def artifact_reports(
-    tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
+    tenant: str,
+    digest: str,
+    parts: Parts,
+    principal: Principal = _READERS,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
 ) -> dict[str, Any]:
     """All reports of an artifact."""
-    return artifacts.artifact_reports(parts, principal, tenant, digest_parse(digest))
+    return artifacts.artifact_reports(
+        parts, principal, tenant, digest_parse(digest), cursor=cursor, limit=limit
+    )
 
 
 @router.get("/tenants/{tenant}/artifacts/{digest}/verdict")
@@ -240,10 +247,17 @@ def artifact_verdict(
 
 @router.get("/tenants/{tenant}/artifacts/{digest}/reviews", **answers(wire.Page[wire.Review]))
 def review_list(
-    tenant: str, digest: str, parts: Parts, principal: Principal = _READERS
+    tenant: str,
+    digest: str,
+    parts: Parts,
+    principal: Principal = _READERS,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
 ) -> dict[str, Any]:
     """Who decided what."""
-    return reviews.review_list(parts, principal, tenant, digest_parse(digest))
+    return reviews.review_list(
+        parts, principal, tenant, digest_parse(digest), cursor=cursor, limit=limit
+    )
 
 
 @router.post(

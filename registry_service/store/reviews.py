@@ -51,14 +51,27 @@ def report_insert(
     return digest
 
 
-def report_list(session: Session, tenant_id: UUID, artifact_digest: str) -> list[dict[str, Any]]:
-    """All reports of an artifact, oldest first, in their wire form."""
+def report_list(
+    session: Session,
+    tenant_id: UUID,
+    artifact_digest: str,
+    *,
+    after: tuple[str, str] | None = None,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Reports of an artifact, oldest first, after the cursor (created at, digest), in wire form."""
+    values: dict[str, Any] = {"tenant_id": tenant_id, "digest": artifact_digest, "limit": limit}
+    where = ""
+    if after is not None:
+        where = "AND (created_at, digest) > (CAST(:at AS timestamptz), :last) "
+        values["at"], values["last"] = after
     rows = session.execute(
         text(
             "SELECT stage, attempt, worker, verdict, digest, content, created_at FROM report "
-            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest ORDER BY created_at, id"
+            f"WHERE tenant_id = :tenant_id AND artifact_digest = :digest {where}"
+            "ORDER BY created_at, digest LIMIT :limit"
         ),
-        {"tenant_id": tenant_id, "digest": artifact_digest},
+        values,
     )
     return [
         {
@@ -115,14 +128,27 @@ def review_insert(
     )
 
 
-def review_list(session: Session, tenant_id: UUID, artifact_digest: str) -> list[dict[str, Any]]:
-    """All decisions on an artifact, oldest first."""
+def review_list(
+    session: Session,
+    tenant_id: UUID,
+    artifact_digest: str,
+    *,
+    after: tuple[str, str] | None,
+    limit: int,
+) -> list[dict[str, Any]]:
+    """Decisions on an artifact, oldest first, after the cursor (at, reviewer)."""
+    values: dict[str, Any] = {"tenant_id": tenant_id, "digest": artifact_digest, "limit": limit}
+    where = ""
+    if after is not None:
+        where = "AND (at, reviewer) > (CAST(:at AS timestamptz), :last) "
+        values["at"], values["last"] = after
     rows = session.execute(
         text(
             "SELECT reviewer, decision, reason, at FROM review "
-            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest ORDER BY at, reviewer"
+            f"WHERE tenant_id = :tenant_id AND artifact_digest = :digest {where}"
+            "ORDER BY at, reviewer LIMIT :limit"
         ),
-        {"tenant_id": tenant_id, "digest": artifact_digest},
+        values,
     )
     return [dict(row._mapping) for row in rows]
 

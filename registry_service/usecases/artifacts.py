@@ -82,17 +82,35 @@ def artifact_show(
 
 
 def artifact_reports(
-    context: Context, principal: Principal, tenant: str, digest: Digest
+    context: Context,
+    principal: Principal,
+    tenant: str,
+    digest: Digest,
+    *,
+    cursor: str | None,
+    limit: int,
 ) -> dict[str, Any]:
-    """All reports of an artifact, oldest first.
+    """Reports of an artifact, oldest first.
 
     Raises:
         NotFoundError: no such artifact for this caller.
     """
+    after = cursor_decode(cursor, 2)
     with tenant_scope(context, principal, tenant) as scope:
         artifact_get(scope.session, scope.tenant.id, digest)
-        items = report_list(scope.session, scope.tenant.id, digest)
-    return {"items": items, "nextCursor": None}
+        rows = report_list(
+            scope.session,
+            scope.tenant.id,
+            digest,
+            after=(after[0], after[1]) if after else None,
+            limit=limit_check(limit) + 1,
+        )
+    return page(
+        rows,
+        limit,
+        wire=dict,
+        key=lambda row: (row["createdAt"].isoformat(), row["reportDigest"]),
+    )
 
 
 def artifact_verdict(context: Context, principal: Principal, tenant: str, digest: Digest) -> bytes:

@@ -26,6 +26,7 @@ from registry_service.trust.dsse import IN_TOTO, dsse_sign
 from registry_service.trust.verdict import VerdictClaims, verdict_statement
 from registry_service.usecases.artifacts import artifact_show
 from registry_service.usecases.context import Context, Scope, tenant_scope
+from registry_service.usecases.paging import cursor_decode, limit_check, page
 
 
 def review_submit(
@@ -67,17 +68,30 @@ def review_submit(
 
 
 def review_list(
-    context: Context, principal: Principal, tenant: str, digest: Digest
+    context: Context,
+    principal: Principal,
+    tenant: str,
+    digest: Digest,
+    *,
+    cursor: str | None,
+    limit: int,
 ) -> dict[str, Any]:
-    """All decisions on an artifact.
+    """Decisions on an artifact, oldest first.
 
     Raises:
         NotFoundError: no such artifact for this caller.
     """
+    after = cursor_decode(cursor, 2)
     with tenant_scope(context, principal, tenant) as scope:
         artifact_get(scope.session, scope.tenant.id, digest)
-        items = store.review_list(scope.session, scope.tenant.id, digest)
-    return {"items": items, "nextCursor": None}
+        rows = store.review_list(
+            scope.session,
+            scope.tenant.id,
+            digest,
+            after=(after[0], after[1]) if after else None,
+            limit=limit_check(limit) + 1,
+        )
+    return page(rows, limit, wire=dict, key=lambda row: (row["at"].isoformat(), row["reviewer"]))
 
 
 def _decide(

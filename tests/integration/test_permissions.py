@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -100,3 +101,55 @@ def test_a_suspended_tenants_token_ends(world: World) -> None:
         admin.tenant_suspend("t-2001", "unpaid")
     assert send(world, "GET", "/v1/whoami", "publisher:t-2001").status_code == 401
     assert send(world, "GET", "/v1/whoami", "publisher:t-1042").status_code == 200
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "alias_set": {"adapterDigest": "sha256:" + "0" * 64, "reason": "x"},
+    "review_submit": {"decision": "approve", "reason": "x"},
+    "artifact_withdraw": {"reason": "x"},
+    "artifact_requeue": {"reason": "x"},
+    "artifact_revoke": {"reason": "x"},
+}
+# Roles that may be bound to a tenant; the others are the platform's.
+TENANT_BOUND = (Role.REVIEWER, Role.OPERATOR, Role.AUDITOR, Role.GATEWAY)
+
+
+def test_a_tenants_principal_touches_no_other_tenant(world: World, tmp_path: Path) -> None:
+    digest = world.admit(tmp_path / "a", label="v1")
+    with world.client("admin") as admin:
+        for role in TENANT_BOUND:
+            made = admin.token_create(f"{role}-of-2001", role, "t-2001")
+            world.tokens[f"{role}:t-2001"] = made["token"]
+    checked = 0
+    for route in routes():
+        roles = allowed(route) or frozenset()
+        if "{tenant}" not in route.path or "/v2/" in route.path:
+            continue
+        for role in roles & {*TENANT_BOUND, Role.PUBLISHER}:
+            for method in sorted(route.methods):
+                path = path_of(route).replace("sha256:" + "0" * 64, digest)
+                headers = {
+                    "Authorization": f"Bearer {world.tokens[f'{role}:t-2001']}",
+                    "If-Match": '"0"',
+                }
+                body = {"json": BODIES[route.name]} if route.name in BODIES else {}
+                answer = httpx.request(method, world.url + path, headers=headers, **body)
+                assert answer.status_code == 404, (method, path, role, answer.text)
+                checked += 1
+    assert checked > 30
+    with world.client("operator") as operator:
+        assert operator.artifact_show("t-1042", digest)["state"] == "APPROVED"
+        assert list(operator.alias_list("t-1042", "support-zh")) == []
+
+
+def test_a_tenants_principal_is_not_the_platforms(world: World) -> None:
+    with world.client("admin") as admin:
+        world.tokens["op"] = admin.token_create("op", "operator", "t-2001")["token"]
+    for path in ("/v1/tenants", "/v1/jobs", "/v1/nodes", "/v1/feed", "/v1/nodes/node-1"):
+        assert send(world, "GET", path, "op").status_code == 404, path
+    for path in ("/v1/bases/tiny/tenants/t-2001",):
+        assert send(world, "PUT", path, "op").status_code == 404, path
+    events = httpx.get(
+        f"{world.url}/v1/audit", headers={"Authorization": f"Bearer {world.tokens['op']}"}
+    ).json()["items"]
+    assert {event["tenant"] for event in events} <= {"t-2001"}
