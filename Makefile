@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 
-.PHONY: help setup demo up test test-unit check fmt schemas bench clean
+.PHONY: help setup demo up test test-unit test-oracle check fmt schemas bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,7 +39,10 @@ test: $(STAMP)  ## all tests
 test-unit: $(STAMP)  ## the unit tests: no torch, no database
 	$(BIN)/python -m pytest tests/unit
 
-check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files
+test-oracle: $(STAMP)  ## 2,000 random configs: expected tensors against PEFT's
+	$(BIN)/python -m pytest tests/contract/test_peft_random.py --oracle-configs 2000 -s
+
+check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files, codes explained
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

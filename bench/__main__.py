@@ -9,14 +9,17 @@ import platform
 from pathlib import Path
 
 from bench.check import check
+from bench.llama70b import llama70b
 from bench.publish import publish
 from bench.resolve import resolve
 from bench.stand import stand
+from bench.startup import startup
+from bench.validate import validate
 
 
 def main() -> None:
     """Run all benchmarks."""
-    rows = check()
+    rows = check() + llama70b() + startup() + validate()
     with stand() as (world, pid):
         rows += publish(world, pid)
         rows += resolve(world)

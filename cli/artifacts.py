@@ -9,8 +9,15 @@ import typer
 
 from cli.connection import connection_of
 from cli.options import AsJson, Reason, Versioned
-from cli.output import findings_print, json_print, moment, pairs_print, say, short, table_print
+from cli.output import json_print, moment, pairs_print, say, short, table_print
 from cli.reference import artifact_find, reference_parse, tenant_of
+from cli.report_print import (
+    comparison_print,
+    findings_grouped,
+    findings_print,
+    hint_print,
+    modules_print,
+)
 
 _READERS = ("operator", "reviewer", "auditor", "admin", "publisher")
 
@@ -79,18 +86,19 @@ def artifact_show(context: typer.Context, adapter: Versioned, as_json: AsJson = 
 
 
 def report_show(context: typer.Context, adapter: Versioned, as_json: AsJson = False) -> None:
-    """What the checks saw: every scan and validation, with expected and got."""
+    """What the checks saw, and what changes against the version that each alias points to."""
     reference = reference_parse(adapter)
     with connection_of(context).client(*_READERS, tenant=reference.tenant) as client:
         tenant, digest = artifact_find(client, reference)
         reports = client.report_list(tenant, digest)
     if as_json:
-        json_print(reports)
+        json_print([{**report, "groups": _groups_json(report)} for report in reports])
         return
     if not reports:
         say("no reports yet")
     for report in reports:
         report_print(report)
+    hint_print(findings_grouped(f for report in reports for f in report["findings"]))
 
 
 def resolve(context: typer.Context, adapter: Versioned, as_json: AsJson = False) -> None:
@@ -170,8 +178,12 @@ def revoke(
         _revocation_print(shown)
 
 
+def _groups_json(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [group.to_json() for group in findings_grouped(report["findings"])]
+
+
 def report_print(report: dict[str, Any]) -> None:
-    """One report: a line, then its findings."""
+    """One report: a line, its findings in groups, the modules and the comparisons."""
     pairs_print(
         [
             ("stage", f"{report['stage']}, attempt {report['attempt']}: {report['verdict']}"),
@@ -181,7 +193,14 @@ def report_print(report: dict[str, Any]) -> None:
             ("sandbox", report.get("sandbox")),
         ]
     )
-    findings_print(report["findings"])
+    measured = report["measurements"]
+    findings_print(report["findings"], hint=False)
+    if measured.get("findings", 0) > len(report["findings"]):
+        say(f"of {measured['findings']} findings the report keeps {len(report['findings'])}")
+    if measured.get("modules") and report["stage"] == "scan":
+        modules_print(measured["modules"])
+    for comparison in report["comparison"] or ():
+        comparison_print(comparison)
 
 
 def _revocation_print(shown: dict[str, Any]) -> None:

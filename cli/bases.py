@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from cli.connection import connection_of
-from cli.options import AsJson, Reason
+from cli.options import AsJson, BaseDigest, Reason
 from cli.output import ProgressLines, json_print, moment, pairs_print, say, short, table_print
-from registry_service.domain.errors import MalformedError, RefusedError
+from registry_service.domain.digests import digest_parse
+from registry_service.domain.errors import MalformedError
 
 _READERS = ("operator", "admin", "reviewer", "auditor", "publisher")
-
-_BUILDER: Final = "gpu_worker.validation.catalog_process"
 
 app = typer.Typer(no_args_is_help=True, help="Base models.")
 
@@ -93,19 +90,35 @@ def base_show(context: typer.Context, base: str, as_json: AsJson = False) -> Non
     )
     table_print(
         "",
-        ("CATALOG MADE BY", "DIGEST", "AT"),
-        ((c["worker"], short(c["catalogDigest"]), moment(c["at"])) for c in item["catalogs"]),
+        ("CATALOG MADE BY", "DIGEST", "CLASS", "TRANSFORMERS", "AT"),
+        (
+            (
+                made["worker"],
+                short(made["catalogDigest"]),
+                made["modelClass"],
+                made["transformersVersion"],
+                moment(made["at"]),
+            )
+            for made in item["catalogs"]
+        ),
         "no catalogs yet",
     )
 
 
 @app.command("catalog")
 def base_catalog(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A base's folder with weights, or its config.json."),
+    ],
     out: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")],
+    base_digest: BaseDigest = None,
 ) -> None:
-    """Make a base's catalog on this machine, for 'adapterctl check --catalog'."""
-    content = catalog_build(folder)
+    """Make a base's catalog here, for 'adapterctl check'; config.json is enough."""
+    from cli.base_catalog import catalog_build
+
+    digest = None if base_digest is None else digest_parse(base_digest)
+    content = catalog_build(source, digest)
     try:
         out.write_bytes(content)
     except OSError as error:
@@ -128,7 +141,7 @@ def base_grant(context: typer.Context, base: str, tenant: str, as_json: AsJson =
 def catalog_drop(
     context: typer.Context, base: str, worker: str, reason: Reason, as_json: AsJson = False
 ) -> None:
-    """Settle a CONFLICTED base: drop the catalog of the worker that is wrong."""
+    """Settle a disagreement: drop the catalog of the worker that is wrong."""
     with connection_of(context).client("operator", "admin") as client:
         item = client.catalog_drop(base, worker, reason)
     if as_json:
@@ -137,21 +150,21 @@ def catalog_drop(
         pairs_print([("base", item["name"]), ("state", item["state"])])
 
 
-def catalog_build(folder: Path) -> bytes:
-    """The catalog of a base's folder, made by the worker's builder in a process of its own.
-
-    Raises:
-        MalformedError: not a base that can be read. RefusedError: one that is refused.
-    """
-    from cli.base_folder import base_read
-
-    with ProgressLines("hashing") as progress:
-        digest = base_read(folder.name, folder, progress).digest
-    command = [sys.executable, "-m", _BUILDER, str(folder), digest]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode == 0:
-        return done.stdout
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    kind, _, reason = (lines[-1] if lines else "").partition(": ")
-    error = RefusedError if kind.endswith(RefusedError.__name__) else MalformedError
-    raise error(f"no catalog of {folder}: {reason or f'the builder ended with {done.returncode}'}")
+@app.command("recatalog")
+def catalog_remake(
+    context: typer.Context, base: str, reason: Reason, as_json: AsJson = False
+) -> None:
+    """Have an admitted base's catalog made again, by workers with other transformers."""
+    with connection_of(context).client("operator", "admin") as client:
+        item = client.catalog_remake(base, reason)
+    if as_json:
+        json_print(item)
+        return
+    pairs_print(
+        [
+            ("base", item["name"]),
+            ("transformersVersion", item["transformersVersion"]),
+            ("recatalog", item["recatalog"]),
+        ]
+    )
+    say("the admitted catalog stays in force until two workers agree on another version's")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +27,11 @@ from registry_service.domain.manifest import (
     TOKENIZER_PATHS,
     WEIGHT_PATH,
 )
-from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES
+from registry_service.domain.report import findings_group
+from registry_service.domain.safetensors_header import LENGTH_BYTES, header_end
 from registry_service.domain.text import shown
 from registry_service.domain.verification import (
-    TEMPLATE_PATHS,
+    WHOLE_PATHS,
     BaseFacts,
     LibraryCheck,
     OwnFacts,
@@ -38,6 +40,7 @@ from registry_service.domain.verification import (
     static_check,
     verdict_of,
 )
+from registry_service.matching import expressions_match
 
 _UNKNOWN_BASE: Final = BaseFacts(None, None)
 _SEEN_FILES: Final = limits.ADAPTER_FILES + 1
@@ -50,26 +53,30 @@ def check_folder(
     *,
     only: frozenset[str] | None = None,
     library: LibraryCheck | None = None,
+    full_tensors: bool = False,
 ) -> dict[str, Any]:
-    """The report on an adapter's folder: ``verdict``, ``baseDigest`` and ``findings``.
+    """The report on an adapter's folder: verdict, base digest, all findings, groups and modules.
 
     ``only`` limits it to these paths (what a publisher has picked). A declaration is checked when
-    it is there; ``publish`` writes it.
+    it is there; ``publish`` writes it. ``full_tensors`` stands for the tenant's policy.
 
     Raises:
         MalformedError: the folder or a file of it cannot be read at all.
+        UnavailableError: this machine had no room or time to match its regular expressions.
     """
     try:
-        inputs = _inputs(folder, catalog, base, only)
+        inputs = replace(_inputs(folder, catalog, base, only), full_tensors=full_tensors)
     except OSError as error:
         raise MalformedError(
             f"{shown(str(folder))}: cannot be read: {error.strerror or 'no such folder'}"
         ) from error
-    findings = static_check(inputs, library)
+    report = static_check(inputs, library, expressions_match)
     return {
-        "verdict": verdict_of(findings),
+        "verdict": verdict_of(report.findings),
         "baseDigest": catalog.base_digest,
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [finding.to_json() for finding in report.findings],
+        "groups": [group.to_json() for group in findings_group(report.findings)],
+        "modules": [group.to_json() for group in report.modules],
     }
 
 
@@ -83,7 +90,7 @@ def _inputs(
     weight = regular.get(WEIGHT_PATH)
     return StaticInputs(
         files=facts,
-        header_prefix=_bytes(folder, weight, HEADER_PREFIX_BYTES),
+        header_prefix=_header(folder, weight),
         weight_size=weight.size if weight else 0,
         config=_bytes(folder, regular.get(CONFIG_PATH), limits.CONFIG_BYTES + 1),
         declaration=_bytes(folder, regular.get(DECLARATION_PATH), limits.DECLARATION_BYTES + 1),
@@ -126,6 +133,11 @@ def _fact(folder: Path, path: str) -> FileFact:
     return FileFact(path, status.st_size, head, tail, is_link=False)
 
 
+def _header(folder: Path, weight: FileFact | None) -> bytes | None:
+    start = _bytes(folder, weight, LENGTH_BYTES)
+    return None if start is None else _bytes(folder, weight, header_end(start))
+
+
 def _bytes(folder: Path, fact: FileFact | None, count: int) -> bytes | None:
     if fact is None:
         return None
@@ -141,8 +153,7 @@ def _own(folder: Path, regular: dict[str, FileFact]) -> OwnFacts:
     }
     digests = {path: _digest(folder / path) for path in small}
     templates = {
-        path: _bytes(folder, small[path], limits.DOC_BYTES)
-        for path in TEMPLATE_PATHS & small.keys()
+        path: _bytes(folder, small[path], limits.DOC_BYTES) for path in WHOLE_PATHS & small.keys()
     }
     return own_facts(digests, {path: data for path, data in templates.items() if data is not None})
 

@@ -14,46 +14,21 @@ from typing import Annotated
 
 import typer
 
-from cli import (
-    aliases,
-    artifacts,
-    audit,
-    bases,
-    checking,
-    demo,
-    grants,
-    nodes,
-    publish,
-    reviews,
-    tenants,
-    tokens,
-    up,
-)
+from cli.commands import TableGroup
 from cli.connection import Connection
 from cli.output import error_print, say
 from registry_service.domain.errors import RegistryError
 
 app = typer.Typer(
     name="adapterctl",
+    cls=TableGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Publish, review, resolve and revoke LoRA adapters.",
     epilog="Exit codes: 0 ok, 1 bug, 2 usage, 3 refused, 4 not found, 5 conflict, "
     "6 not allowed, 7 unavailable.",
 )
-for _module in (up, demo, checking, publish, artifacts):
-    _module.register(app)
-for _name, _group in (
-    ("base", bases.app),
-    ("review", reviews.app),
-    ("alias", aliases.app),
-    ("grant", grants.app),
-    ("audit", audit.app),
-    ("node", nodes.app),
-    ("token", tokens.app),
-    ("tenant", tenants.app),
-):
-    app.add_typer(_group, name=_name)
 
 
 @app.callback()

@@ -10,6 +10,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Reason = Annotated[
     str, typer.Option("--reason", "-m", help="Why, in a line; it is kept in the audit trail.")
 ]
+BaseDigest = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIGEST",
+        help="The base's digest, of 'adapterctl base show'; "
+        "without it the weights in the folder are hashed.",
+    ),
+]
 Versioned = Annotated[
     str,
     typer.Argument(

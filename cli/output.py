@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from registry_service.domain.errors import (
@@ -16,7 +16,6 @@ from registry_service.domain.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from registry_service.domain.findings import Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,27 +128,14 @@ def pairs_print(pairs: Iterable[tuple[str, object]]) -> None:
         sys.stdout.write(f"{name:<{width}}  {value}\n")
 
 
-def findings_print(findings: Iterable[Mapping[str, Any] | Finding], *, error: bool = False) -> None:
-    """Findings, with what was expected and what was got."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("CHECK", "CODE", "WHERE", "EXPECTED", "GOT"):
-        table.add_column(column, overflow="fold")
-    for item in findings:
-        found = item.to_json() if isinstance(item, Finding) else item
-        cells = (found[key] for key in ("check", "code", "where", "expected", "got"))
-        table.add_row(*(Text(plain(cell)) for cell in cells))
-    if table.row_count:
-        console(error=error).print(table)
-
-
 def error_print(error: RegistryError) -> None:
     """What went wrong and what to do next, on stderr."""
     for text in f"error: {error.message}".splitlines():
         say(text)
-    findings_print(error.findings, error=True)
+    if error.findings:
+        from cli.report_print import findings_print
+
+        findings_print(error.findings, error=True)
     fitting = (text for kind, text in _HINTS if isinstance(error, kind))
     hint = getattr(error, "hint", None) or next(fitting, None)
     if hint is not None:

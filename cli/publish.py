@@ -11,8 +11,9 @@ import typer
 from cli.begun import begun_default
 from cli.connection import connection_of
 from cli.options import Adapter, AsJson
-from cli.output import ProgressLines, findings_print, json_print, pairs_print, say
+from cli.output import ProgressLines, json_print, pairs_print, say
 from cli.reference import Reference, reference_parse, tenant_of
+from cli.report_print import findings_grouped, findings_print
 from registry_service.domain.errors import MalformedError, UnavailableError
 
 if TYPE_CHECKING:
@@ -110,14 +111,15 @@ def _wait(client: RegistryClient, tenant: str, digest: str, timeout: float) -> d
             raise UnavailableError(f"{digest} is still {state} after {timeout:.0f} s")
         time.sleep(_POLL_SECONDS)
     findings = [f for report in client.report_list(tenant, digest) for f in report["findings"]]
-    return {"state": state, "findings": findings}
+    groups = [group.to_json() for group in findings_grouped(findings)]
+    return {"state": state, "findings": findings, "groups": groups}
 
 
 def _print(result: dict[str, Any], reference: Reference, as_json: bool) -> None:
     if as_json:
         json_print(result)
         return
-    hidden = ("findings", "leftOut")
+    hidden = ("findings", "groups", "leftOut")
     pairs_print((key, value) for key, value in result.items() if key not in hidden)
     findings_print(result.get("findings", ()))
     if result.get("state") == "STALLED":

@@ -20,7 +20,7 @@ from registry_service.domain.manifest import (
     WEIGHT_PATH,
 )
 from registry_service.domain.peft_config import peft_config_parse
-from registry_service.domain.verification import TEMPLATE_PATHS, OwnFacts, own_facts
+from registry_service.domain.verification import WHOLE_PATHS, OwnFacts, own_facts
 
 _SAME_AS_BASE: Final = "the base's own tokenizer, which the adapter uses anyway"
 _REASONS: Final = (
@@ -102,7 +102,7 @@ def declaration_build(chosen: Chosen, base: dict[str, Any], statement: Statement
             peft_type=config.peft_type,
             rank=config.r,
             alpha=config.lora_alpha,
-            target_modules=config.target_modules,
+            target_modules=config.declared_targets or (),
             tokenizer_digest=own.tokenizer_digest or base["tokenizerDigest"],
             chat_template_digest=own.chat_template_digest or base["chatTemplateDigest"],
             training_data_version=statement.training_data_version,
@@ -140,7 +140,7 @@ def _own(files: dict[str, Path]) -> OwnFacts:
     templates = {
         path: entry.read_bytes()[: limits.DOC_BYTES + 1]
         for path, entry in known.items()
-        if path in TEMPLATE_PATHS
+        if path in WHOLE_PATHS
     }
     facts = own_facts({path: _digest(entry) for path, entry in known.items()}, templates)
     if facts.template_fault is not None:

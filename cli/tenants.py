@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from cli.connection import connection_of
@@ -30,8 +32,21 @@ def tenant_list(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         json_print(items)
         return
-    rows = ((item["name"], item["state"], item["id"], moment(item["createdAt"])) for item in items)
-    table_print("", ("TENANT", "STATE", "ID", "CREATED"), rows, "no tenants")
+    table_print(
+        "",
+        ("TENANT", "STATE", "FULL TENSORS", "ID", "CREATED"),
+        (
+            (
+                item["name"],
+                item["state"],
+                item["fullTensors"],
+                item["id"],
+                moment(item["createdAt"]),
+            )
+            for item in items
+        ),
+        "no tenants",
+    )
 
 
 @app.command("suspend")
@@ -41,6 +56,30 @@ def tenant_suspend(
     """Suspend a tenant: its tokens end, and it publishes, resolves and runs nothing."""
     with connection_of(context).client("admin") as client:
         item = client.tenant_suspend(name, reason)
+    if as_json:
+        json_print(item)
+    else:
+        pairs_print(item.items())
+
+
+@app.command("policy")
+def tenant_policy(
+    context: typer.Context,
+    name: str,
+    reason: Reason,
+    full_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--full-tensors/--no-full-tensors",
+            help="May its adapters hold whole tensors of the base (modules_to_save)?",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Set what a tenant's adapters may hold; it counts for what is scanned from now on."""
+    with connection_of(context).client("operator", "admin") as client:
+        item = client.tenant_policy_set(name, full_tensors=full_tensors, reason=reason)
     if as_json:
         json_print(item)
     else:

@@ -18,6 +18,7 @@ from registry_service.backends.filesystem import FilesystemBlobStore
 from registry_service.backends.safetensors_library import library_disagreement
 from registry_service.backends.system_clock import SystemClock
 from registry_service.domain.errors import RegistryError
+from registry_service.matching import expressions_match
 from registry_service.settings import Settings, settings_load
 from registry_service.store.database import database_open
 from registry_service.usecases import maintenance
@@ -51,6 +52,7 @@ def context_build(settings: Settings) -> Context:
         routing_signer=FileSigner.load(settings.key_dir / ROUTING_KEY),
         clock=SystemClock(),
         verifier_id=settings.verifier_id,
+        matcher=expressions_match,
         header_check=library_disagreement,
     )
 

@@ -71,6 +71,11 @@ class RegistryClient:
         """Suspend a tenant."""
         return self._send("POST", "tenants", tenant, "suspension", json={"reason": reason})
 
+    def tenant_policy_set(self, tenant: str, *, full_tensors: bool, reason: str) -> Json:
+        """Set what a tenant's adapters may hold."""
+        body = {"fullTensors": full_tensors, "reason": reason}
+        return self._send("PUT", "tenants", tenant, "policy", json=body)
+
     def token_create(
         self,
         subject: str,
@@ -140,6 +145,10 @@ class RegistryClient:
         """Drop a worker's catalog of a base that is not admitted."""
         body = {"reason": reason}
         return self._send("POST", "bases", base, "catalogs", worker, "removal", json=body)
+
+    def catalog_remake(self, base: str, reason: str) -> Json:
+        """Have an admitted base's catalog made again, with another version of transformers."""
+        return self._send("POST", "bases", base, "recatalog", json={"reason": reason})
 
     # Artifacts
 

@@ -1,13 +1,15 @@
 """Writes the JSON Schemas in this folder and ``docs/lifecycle.md`` from the code they describe.
 
 ``python -m schemas.generate`` writes; with ``--check`` it writes nothing and ends with 1 when a
-file differs from what it would write.
+file differs from what it would write, or ``docs/findings.md``, which people write, does not explain
+each code in its place.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +18,7 @@ from pydantic import BaseModel
 
 from registry_service.domain import wire
 from registry_service.domain.declaration import Declaration
+from registry_service.domain.findings import Code
 from registry_service.domain.lifecycle import TRANSITIONS, State
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -44,6 +47,7 @@ MODELS: Final[dict[str, type[BaseModel]]] = {
 }
 # Left out where there are none, although a model's dump would always write them.
 _OPTIONAL: Final = frozenset({"findings"})
+_PARTS: Final = ("- How it happens: ", "- What to do: ")
 
 
 def schema_text(name: str) -> str:
@@ -86,6 +90,28 @@ def lifecycle_text() -> str:
     return "\n".join([*lines, ""])
 
 
+def findings_page_faults(page: str) -> list[str]:
+    """What is wrong with the page that explains the codes; empty when all is well.
+
+    Each code has a section of its own, in the order of the code, with how it happens and what to
+    do about it.
+    """
+    _, *sections = re.split(r"^### ", page, flags=re.MULTILINE)
+    explained = [section.partition("\n")[0] for section in sections]
+    known = [code.value for code in Code]
+    faults = [f"{code}: not explained" for code in known if code not in explained]
+    faults += [f"{code}: no such code" for code in explained if code not in known]
+    if not faults and explained != known:
+        code = next(
+            (there for there, wanted in zip(explained, known, strict=False) if there != wanted),
+            explained[-1],
+        )
+        faults.append(f"{code}: out of order, or twice; the order is that of domain/findings.py")
+    for code, section in zip(explained, sections, strict=True):
+        faults += [f"{code}: no '{part}'" for part in _PARTS if section.count(part) != 1]
+    return faults
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file with its text."""
     files = {ROOT / "schemas" / f"{name}.json": schema_text(name) for name in MODELS}
@@ -112,7 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
         stale = drifted()
         for path in stale:
             sys.stderr.write(f"{path.relative_to(ROOT)}: run 'make schemas'\n")
-        return 1 if stale else 0
+        faults = findings_page_faults((ROOT / "docs" / "findings.md").read_text("utf-8"))
+        for fault in faults:
+            sys.stderr.write(f"docs/findings.md: {fault}\n")
+        return 1 if stale or faults else 0
     for path, text in outputs().items():
         path.write_text(text, encoding="utf-8")
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from registry_service.domain.catalog import Catalog, Kind, Module
-from registry_service.domain.file_set import HEAD_BYTES, TAIL_BYTES, FileFact
+from registry_service.domain.file_set import HEAD_BYTES, TAIL_BYTES, WHOLE_PATHS, FileFact
 from registry_service.domain.findings import Finding
 from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES
 from registry_service.domain.verification import BaseFacts, StaticInputs, own_facts, static_check
@@ -37,12 +37,19 @@ def module(name: str, kind: Kind, size_in: int, size_out: int) -> Module:
         class_name={"linear": "Linear", "conv1d": "Conv1D"}.get(kind, "Embedding"),
         in_size=size_in,
         out_size=size_out,
+        parameters=("weight",),
         tensors={"weight": shape},
     )
 
 
 def other(name: str, **tensors: tuple[int, ...]) -> Module:
-    return Module(name=name, kind=Kind.OTHER, class_name="Block", tensors=tensors)
+    return Module(
+        name=name,
+        kind=Kind.OTHER,
+        class_name="Block",
+        parameters=tuple(tensors),
+        tensors=tensors,
+    )
 
 
 def catalog(**changes: Any) -> Catalog:
@@ -158,11 +165,7 @@ def inputs(content: Mapping[str, bytes], **changes: Any) -> StaticInputs:
         base=BaseFacts(TOKENIZER, TEMPLATE),
         own=own_facts(
             {path: digest_of(data) for path, data in content.items()},
-            {
-                path: content[path]
-                for path in ("chat_template.jinja", "tokenizer_config.json")
-                if path in content
-            },
+            {path: content[path] for path in WHOLE_PATHS if path in content},
         ),
     )
     return replace(made, **changes)
@@ -173,7 +176,7 @@ def fact(path: str, data: bytes, *, is_link: bool = False) -> FileFact:
 
 
 def check(content: Mapping[str, bytes], **changes: Any) -> tuple[Finding, ...]:
-    return static_check(inputs(content, **changes))
+    return static_check(inputs(content, **changes)).findings
 
 
 def codes(findings: Sequence[Finding]) -> set[str]:

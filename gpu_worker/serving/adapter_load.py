@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import safetensors.torch
+import torch
 
 from gpu_worker.serving.lora import Adapter, Part
 from registry_service.domain import limits
@@ -18,11 +19,14 @@ from registry_service.domain.declaration import Declaration, declaration_parse
 from registry_service.domain.digests import Digest, digest_equal, digest_of
 from registry_service.domain.errors import RefusedError, UntrustedError
 from registry_service.domain.expected_tensors import KEY_PREFIX, ExpectedTensors, expected_tensors
+from registry_service.domain.expressions import matches_of
 from registry_service.domain.findings import Finding, Severity
 from registry_service.domain.manifest import CONFIG_PATH, DECLARATION_PATH, WEIGHT_PATH
 from registry_service.domain.peft_config import peft_config_parse
 from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES, header_parse
 from registry_service.domain.structure import structure_check
+from registry_service.domain.text import bounded
+from registry_service.matching import expressions_match
 
 _A: Final = ("lora_A.weight", "lora_embedding_A")
 _B: Final = ("lora_B.weight", "lora_embedding_B")
@@ -76,7 +80,9 @@ def adapter_read(files: Mapping[str, bytes], base: BaseIdentity) -> ReadAdapter:
     """The tensors of verified files, if they are exactly what config and catalog say.
 
     Raises:
-        RefusedError: with the findings. MalformedError: a declaration that cannot be read.
+        RefusedError: with the findings, or because this node's engine has no place for a tensor.
+        MalformedError: a declaration that cannot be read, or a regular expression that is refused.
+        UnavailableError: this machine had no room or time to match its regular expressions.
     """
     declaration = declaration_parse(files[DECLARATION_PATH])
     if not digest_equal(declaration.base_model_digest, base.digest):
@@ -86,17 +92,28 @@ def adapter_read(files: Mapping[str, bytes], base: BaseIdentity) -> ReadAdapter:
         raise RefusedError("declaration: another tokenizer than the base's is not served yet")
     expected = _expected(files, base.catalog)
     tensors = safetensors.torch.load(files[WEIGHT_PATH])
-    parts = {}
-    for module, scaling in expected.scaling.items():
-        own = {
-            suffix: tensors[name]
-            for suffix in (*_A, *_B, _MAGNITUDE)
-            if (name := f"{KEY_PREFIX}{module}.{suffix}") in tensors
-        }
-        a = next(own[suffix] for suffix in _A if suffix in own)
-        b = next(own[suffix] for suffix in _B if suffix in own)
-        parts[module] = Part(a, b, scaling, own.get(_MAGNITUDE))
+    parts = {
+        module: _part_take(tensors, module, scaling) for module, scaling in expected.scaling.items()
+    }
+    if tensors:
+        # Leaving one out would run another adapter than the one that was admitted.
+        left = bounded(min(tensors))
+        raise RefusedError(f"adapter: {left} is not served by this node's engine")
     return ReadAdapter(Adapter(parts), declaration, len(expected.scaling))
+
+
+def _part_take(tensors: dict[str, torch.Tensor], module: str, scaling: float) -> Part:
+    """The tensors of one module, taken out of ``tensors``."""
+    own = {
+        suffix: tensors.pop(name)
+        for suffix in (*_A, *_B, _MAGNITUDE)
+        if (name := f"{KEY_PREFIX}{module}.{suffix}") in tensors
+    }
+    a = next((own[suffix] for suffix in _A if suffix in own), None)
+    b = next((own[suffix] for suffix in _B if suffix in own), None)
+    if a is None or b is None:
+        raise RefusedError(f"adapter: {bounded(module)} is not served by this node's engine")
+    return Part(a, b, scaling, own.get(_MAGNITUDE))
 
 
 def _expected(files: Mapping[str, bytes], catalog: Catalog) -> ExpectedTensors:
@@ -107,7 +124,8 @@ def _expected(files: Mapping[str, bytes], catalog: Catalog) -> ExpectedTensors:
     _findings_check(findings)
     if config is None or header is None:
         raise RefusedError("adapter: config or weights cannot be read")
-    expected = expected_tensors(catalog, config)
+    matches = matches_of(catalog, config, expressions_match)
+    expected = expected_tensors(catalog, config, matches)
     _findings_check(structure_check(header, expected, catalog))
     return expected
 

@@ -1,10 +1,10 @@
 """What a node does before an adapter may run: numbered steps, all of them, every time.
 
 1. the verdict is fetched; 2. it verifies offline against the pinned key, for this base, tenant and
-time, and over this node's own catalog; 3. the files are pulled, unless they lie there from before;
-4. they are read once and hashed against the verdict; 5. config, header and tensors agree exactly
-with the catalog; 6. the tensors of that very buffer are attached; 7. they are applied to as many
-modules as expected; 8. the base's parameters hash as before.
+time, and over a catalog that this base was admitted with; 3. the files are pulled, unless they lie
+there from before; 4. they are read once and hashed against the verdict; 5. config, header and
+tensors agree exactly with the catalog; 6. the tensors of that very buffer are attached; 7. they
+are applied to as many modules as expected; 8. the base's parameters hash as before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_worker.serving.trust import Trust
 from registry_service.client import RegistryClient
 from registry_service.domain.digests import Digest, digest_equal
 from registry_service.domain.errors import RefusedError, UntrustedError
-from registry_service.trust.verdict import VerdictClaims, verdict_verify
+from registry_service.trust.verdict import VerdictClaims, base_verify, verdict_verify
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Admission:
         self._store = store
         self._now = now
         self._base_unchanged = base_unchanged
+        self._catalogs: frozenset[Digest] = frozenset()
 
     def verdict(
         self, tenant: str, adapter: str, digest: Digest, tenant_id: UUID | None
@@ -88,9 +89,27 @@ class Admission:
         )
         if (claims.tenant, claims.adapter) != (tenant, adapter):
             raise UntrustedError("a verdict of another tenant or adapter")
-        if not digest_equal(claims.catalog_digest, self.base.catalog_digest):
-            raise UntrustedError("a verdict over another catalog than this node's own")
+        self._catalog_check(claims.catalog_digest)
         return claims
+
+    def _catalog_check(self, digest: Digest) -> None:
+        """Step 2 for a catalog that is not this node's own: the base's statement has to name both.
+
+        A base's catalog is replaced when transformers is, and a verdict goes on naming the one that
+        its artifact was checked against. What is loaded is compared with this node's own in step 5.
+        """
+        own = self.base.catalog_digest
+        if digest_equal(digest, own) or {digest, own} <= self._catalogs:
+            return
+        claims = base_verify(
+            self._client.base_statement(self.base.digest),
+            trusted=self._trust.verifiers,
+            base_digest=self.base.digest,
+            now=self._now(),
+        )
+        self._catalogs = claims.catalog_digests
+        if not {digest, own} <= self._catalogs:
+            raise UntrustedError("a verdict over a catalog that this node's base has not")
 
     def load(self, claims: VerdictClaims) -> Admitted:
         """Steps 3 to 8. When it raises, nothing of the adapter is loaded.

@@ -11,12 +11,13 @@ from typing import Any, Final
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoTokenizer, PreTrainedModel
 
 from gpu_worker.base_files import ProvenBase
+from gpu_worker.model_class import is_causal, load_fault, model_class_of
 from gpu_worker.serving.parameters import Named, parameters_digest, parameters_named
 from registry_service.domain.base_model import (
+    base_config_parse,
     chat_template_digest,
     chat_template_of,
     is_tokenizer_file,
@@ -24,6 +25,7 @@ from registry_service.domain.base_model import (
 )
 from registry_service.domain.digests import digest_equal, digest_of
 from registry_service.domain.errors import MalformedError, RefusedError
+from registry_service.domain.quantization import quantization_of
 
 _LOADING_TROUBLE: Final = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
@@ -69,22 +71,19 @@ def base_load(proven: ProvenBase, device: str) -> LoadedBase:
     """Load a base and its tokenizer from bytes that are hashed after they were read.
 
     Raises:
-        RefusedError: the files changed since they were proven, or weights and config disagree.
+        RefusedError: the files changed since they were proven, weights and config disagree, or it
+            is no causal language model.
     """
+    fields = base_config_parse(proven.config)
+    config, model_class = _classes(fields)
     with tempfile.TemporaryDirectory() as scratch:
-        # Tokenizer and config are read by name, so they are read from a copy of ours.
+        # The tokenizer's files are read by name, so they are read from a copy of ours.
         folder = Path(scratch)
         _private_copy(proven, folder)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    model, trouble = _model_class(config).from_pretrained(
-        None, config=config, state_dict=_weights(proven), dtype="auto", output_loading_info=True
-    )
-    found = {name: sorted(map(str, trouble[name])) for name in _LOADING_TROUBLE if trouble[name]}
-    if found:
-        raise RefusedError(f"base: weights and config disagree: {str(found)[:600]}")
+    model = _model(model_class, config, _weights(proven), quantization_of(fields))
     model.to(device).eval().requires_grad_(requires_grad=False)
     text = Text(tokenizer)
     named = parameters_named(model)
@@ -143,11 +142,28 @@ def _weights(proven: ProvenBase) -> dict[str, Tensor]:
     return state
 
 
-def _model_class(config: Any) -> Any:
+def _classes(fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The config, and the class of the model: one that writes text, or nothing is served."""
+    config_class, model_class = model_class_of(fields)
+    if not is_causal(config_class, model_class):
+        raise RefusedError(
+            f"base: {model_class.__name__}: expected a causal language model; a node serves no "
+            "other, so validate its adapters here and serve them elsewhere"
+        )
+    return config_class.from_dict(fields), model_class
+
+
+def _model(model_class: Any, config: Any, weights: dict[str, Tensor], quantization: str) -> Any:
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise RefusedError(f"base: {config.model_type}: not a causal language model") from error
+        model, trouble = model_class.from_pretrained(
+            None, config=config, state_dict=weights, dtype="auto", output_loading_info=True
+        )
+    except Exception as error:
+        raise RefusedError(load_fault(quantization, error)) from error
+    found = {name: sorted(map(str, trouble[name])) for name in _LOADING_TROUBLE if trouble[name]}
+    if found:
+        raise RefusedError(f"base: weights and config disagree: {str(found)[:600]}")
+    return model
 
 
 def _stop_tokens(config: Any, text: Text) -> frozenset[int]:

@@ -31,7 +31,6 @@ from gpu_worker.serving.trust import Trust, trust_parse
 from gpu_worker.serving.web import app_build
 from gpu_worker.validation.catalog_builder import catalog_build
 from registry_service.client import RegistryClient
-from registry_service.domain.digests import digest_equal
 from registry_service.domain.errors import (
     MalformedError,
     NotFoundError,
@@ -159,7 +158,7 @@ def _statement_check(client: RegistryClient, trust: Trust, base: BaseIdentity) -
         base_digest=base.digest,
         now=now(),
     )
-    if not digest_equal(claims.catalog_digest, base.catalog_digest):
+    if base.catalog_digest not in claims.catalog_digests:
         raise RefusedError(
             f"base {base.digest}: expected catalog {claims.catalog_digest}, "
             f"got {base.catalog_digest}"

@@ -1,7 +1,8 @@
 """Makes a base's catalog from its ``config.json`` on torch's meta device: no weights, no memory.
 
-The model class is the exact one that serves the base (``AutoModelForCausalLM``), since the class
-decides the names; code that a base brings along is never run.
+The model class is the exact one that the base names, since the class decides the names of all
+tensors; code that a base brings along is never run. A quantized base has the catalog of the model
+it was made from: LoRA is shaped after that one.
 """
 
 from __future__ import annotations
@@ -13,85 +14,91 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from gpu_worker.model_class import model_class_of
 from registry_service.domain import limits
-from registry_service.domain.base_model import BASE_CONFIG_PATH, base_config_parse
+from registry_service.domain.base_model import (
+    BASE_CONFIG_PATH,
+    base_config_parse,
+    remote_code_refuse,
+)
 from registry_service.domain.catalog import Catalog, Kind, Module
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import MalformedError, RefusedError
+from registry_service.domain.quantization import QUANTIZATION_FIELDS, quantization_of
 from registry_service.domain.text import shown
 
 # How a base is stored does not change its modules' names, and would ask for extra libraries.
-_LEFT_OUT: Final = frozenset({"quantization_config", "architectures", "_name_or_path"})
+_LEFT_OUT: Final = QUANTIZATION_FIELDS | {"architectures", "_name_or_path"}
 
 
 def catalog_build(base: Path | Mapping[str, Any], base_digest: Digest) -> Catalog:
-    """The catalog of a base directory, or of a parsed ``config.json``.
+    """The catalog of a base directory, of a ``config.json`` file, or of a parsed one.
 
     Raises:
-        MalformedError: a directory without a readable config, or a config that makes no model.
-        RefusedError: remote code, an adapter inside the base, or no causal language model.
+        MalformedError: no readable config, or a config that makes no model.
+        RefusedError: remote code, an adapter inside the base, or a class that no base may have.
     """
-    raw = _directory_config(base) if isinstance(base, Path) else dict(base)
-    _no_remote_code(raw)
+    raw = _read(base) if isinstance(base, Path) else dict(base)
+    remote_code_refuse(raw)
+    quantization = quantization_of(raw)
     model = _meta_model(raw)
     names = {id(module): name for name, module in model.named_modules()}
-    modules = tuple(_module(name, module) for name, module in model.named_modules() if name)
+    tied = tied_modules(model)
     return Catalog(
         base_digest=base_digest,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         transformers_version=transformers.__version__,
+        quantization=quantization,
         input_embedding=names.get(id(model.get_input_embeddings())),
         output_embedding=names.get(id(model.get_output_embeddings())),
-        tied=bool(model.config.get_text_config().tie_word_embeddings),
-        modules=modules,
+        tied=bool(tied),
+        tied_modules=tied,
+        aliases=aliases(model),
+        modules=tuple(_module(name, module) for name, module in model.named_modules() if name),
     )
 
 
-def _directory_config(directory: Path) -> dict[str, Any]:
+def tied_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules whose weight is the input embedding's, without that one."""
+    embedding: Any = model.get_input_embeddings()
+    shared = {id(parameter) for parameter in embedding.parameters()}
+    return tuple(
+        sorted(
+            name
+            for name, module in model.named_modules()
+            if module is not embedding and shared & {id(p) for p in module._parameters.values()}
+        )
+    )
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """For each further name of a module object, the first: a catalog lists a module once."""
+    first = {id(module): name for name, module in model.named_modules()}
+    every = model.named_modules(remove_duplicate=False)
+    return {name: first[id(module)] for name, module in every if first[id(module)] != name}
+
+
+def _read(base: Path) -> dict[str, Any]:
     try:
-        for path in sorted(directory.rglob("*")):
+        for path in sorted(base.rglob("*")):
             # transformers loads an adapter that lies beside a base as a part of it.
             if path.name == "adapter_config.json" or path.suffix == ".py":
                 raise RefusedError(f"base: refused because it holds {shown(path.name)}; remove it")
-        with (directory / BASE_CONFIG_PATH).open("rb") as file:
+        with (base / BASE_CONFIG_PATH if base.is_dir() else base).open("rb") as file:
             return base_config_parse(file.read(limits.BASE_CONFIG_BYTES + 1))
     except OSError as error:
         raise MalformedError(
-            f"base: expected a directory with {BASE_CONFIG_PATH}, got {shown(str(directory))}"
+            f"base: expected {BASE_CONFIG_PATH} or a directory with one, got {shown(str(base))}"
         ) from error
 
 
-def _no_remote_code(value: Any) -> None:
-    if isinstance(value, Mapping):
-        if "auto_map" in value:
-            raise RefusedError("config.json: auto_map asks for code, which is never run here")
-        for item in value.values():
-            _no_remote_code(item)
-    elif isinstance(value, list):
-        for item in value:
-            _no_remote_code(item)
-
-
 def _meta_model(raw: Mapping[str, Any]) -> Any:
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise RefusedError(
-            f"config.json: model_type: expected one that transformers "
-            f"{transformers.__version__} knows, got {shown(model_type)}"
-        )
-    config_class = CONFIG_MAPPING[model_type]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RefusedError(f"config.json: {shown(model_type)} has no causal language model")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    _class_check(raw.get("architectures"), model_class.__name__)
-    fields = {name: value for name, value in raw.items() if name not in _LEFT_OUT}
+    config_class, model_class = model_class_of(raw)
     try:
-        config = config_class.from_dict(fields)
+        config = config_class.from_dict(_unquantized(raw))
         with torch.device("meta"):
             return model_class(config)
     except Exception as error:
@@ -101,21 +108,28 @@ def _meta_model(raw: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _class_check(architectures: Any, class_name: str) -> None:
-    if architectures is not None and architectures != [class_name]:
-        raise RefusedError(
-            f"config.json: architectures: expected ['{class_name}'], got {shown(architectures)}"
-        )
+def _unquantized(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _unquantized(value) if isinstance(value, Mapping) else value
+        for name, value in raw.items()
+        if name not in _LEFT_OUT
+    }
 
 
 def _module(name: str, module: nn.Module) -> Module:
     kind, in_size, out_size = _kind(module)
+    convolution = module if isinstance(module, nn.Conv2d) else None
     return Module(
         name=name,
         kind=kind,
         class_name=type(module).__name__,
         in_size=in_size,
         out_size=out_size,
+        kernel=() if convolution is None else tuple(convolution.kernel_size),
+        groups=1 if convolution is None else convolution.groups,
+        # What transformers' fused experts say of themselves, and PEFT asks them for.
+        transposed=bool(getattr(module, "is_transposed", False)),
+        parameters=tuple(key for key, p in module._parameters.items() if p is not None),
         tensors={key: tuple(tensor.shape) for key, tensor in _tensors(module)},
     )
 
@@ -135,6 +149,8 @@ def _kind(module: nn.Module) -> tuple[Kind, int | None, int | None]:
         return Kind.LINEAR, module.in_features, module.out_features
     if isinstance(module, Conv1D):
         return Kind.CONV1D, module.weight.shape[0], module.weight.shape[1]
+    if isinstance(module, nn.Conv2d):
+        return Kind.CONV2D, module.in_channels, module.out_channels
     if isinstance(module, nn.Embedding):
         return Kind.EMBEDDING, module.num_embeddings, module.embedding_dim
     return Kind.OTHER, None, None

@@ -11,7 +11,7 @@ from registry_service.domain.digests import digest_parse
 
 
 def main() -> int:
-    """Arguments: the base's directory and its digest."""
+    """Arguments: the base's directory or ``config.json``, and its digest."""
     process_expendable()
     process_seal()
     answers = os.dup(1)

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from gpu_worker.model_class import load_fault, model_class_of
 from gpu_worker.validation.checks.c11_load import base_tensors, parameters_digest
+from registry_service.domain.errors import RefusedError
+from registry_service.domain.quantization import quantization_of
 
 _LEFT_OVER_SHOWN: Final = 8
 
@@ -26,12 +27,16 @@ class BaseLoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """A base in memory, the hash of its parameters, and the seconds it took."""
+    """A base in memory, the hash of its parameters, and the seconds it took.
+
+    ``quantization`` is how the loaded model is stored, by its own config.
+    """
 
     model: Any
     parameters_digest: str
     seconds: float
     device: str
+    quantization: str
 
 
 def base_load(directory: Path, files: Mapping[str, str], device: str) -> LoadedBase:
@@ -46,10 +51,11 @@ def base_load(directory: Path, files: Mapping[str, str], device: str) -> LoadedB
     for path in sorted(files):
         if path.endswith(".safetensors"):
             tensors.update(load(_verified(directory, path, files)))
-    model = model_build(json.loads(config_bytes), tensors)
-    model = model.eval().requires_grad_(False).to(device)
+    config = json.loads(config_bytes)
+    model = model_build(config, tensors).eval().requires_grad_(False).to(device)
     digest = parameters_digest(base_tensors(model))
-    return LoadedBase(model, digest, time.perf_counter() - started, device)
+    seconds = time.perf_counter() - started
+    return LoadedBase(model, digest, seconds, device, quantization_of(config))
 
 
 def model_build(config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
@@ -58,23 +64,25 @@ def model_build(config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> 
     Raises:
         BaseLoadError: an unknown class, or tensors missing, left over or of another shape.
     """
-    kind = config.get("model_type")
-    # Asked with "in": these mappings load lazily, and their get() does not.
-    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BaseLoadError(f"config.json: no causal language model {kind!r}")
-    config_class = CONFIG_MAPPING[kind]
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    model, loading = model_class.from_pretrained(
-        None,
-        config=config_class.from_dict(dict(config)),
-        state_dict=tensors,
-        dtype="auto",
-        output_loading_info=True,
-    )
+    try:
+        config_class, model_class = model_class_of(config)
+        quantization = quantization_of(config)
+    except RefusedError as error:
+        raise BaseLoadError(error.message) from error
+    try:
+        model, loading = model_class.from_pretrained(
+            None,
+            config=config_class.from_dict(dict(config)),
+            state_dict=tensors,
+            dtype="auto",
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise BaseLoadError(load_fault(quantization, error)) from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if loading.get(what):
-            shown = sorted(map(str, loading[what]))[:_LEFT_OVER_SHOWN]
-            raise BaseLoadError(f"base: {what}: {shown}")
+            keys = sorted(map(str, loading[what]))[:_LEFT_OVER_SHOWN]
+            raise BaseLoadError(f"base: {what}: {keys}")
     return model
 
 

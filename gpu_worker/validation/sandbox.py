@@ -26,6 +26,7 @@ _PROBE_SECONDS: Final = 20
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _PACKAGES: Final = (
     "gpu_worker/__init__.py",
+    "gpu_worker/model_class.py",
     "gpu_worker/validation",
     "registry_service/__init__.py",
     "registry_service/domain",
@@ -49,6 +50,8 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
     # Asking for CUDA must not initialise it in a process that forks.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "CUDA_CACHE_DISABLE": "1",
+    # What cuBLAS needs to sum in one order, which the checks ask for.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # torch makes this directory when it is imported; one that exists will do, though read-only.
     "TORCHINDUCTOR_CACHE_DIR": "/tmp",  # noqa: S108 - inside the sandbox
 }

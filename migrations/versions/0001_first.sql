@@ -9,6 +9,7 @@ CREATE TABLE tenant (
     quota_bytes    bigint      NOT NULL CHECK (quota_bytes >= 0),
     stored_bytes   bigint      NOT NULL DEFAULT 0 CHECK (stored_bytes >= 0),
     reserved_bytes bigint      NOT NULL DEFAULT 0 CHECK (reserved_bytes >= 0),
+    full_tensors   boolean     NOT NULL DEFAULT false,
     created_at     timestamptz NOT NULL
 );
 -- What belongs to no tenant (bases, nodes) has its events and tokens under this one.
@@ -42,9 +43,13 @@ CREATE TABLE base (
     state                text        NOT NULL CHECK (state IN ('PENDING', 'USABLE', 'CONFLICTED')),
     catalog_digest       text,
     statement            bytea,
+    -- Catalogs are collected in rounds; remaking says that this one is to replace the admitted one.
+    round                integer     NOT NULL DEFAULT 1 CHECK (round >= 1),
+    remaking             boolean     NOT NULL DEFAULT false,
     created_at           timestamptz NOT NULL,
     created_by           text        NOT NULL,
-    CHECK ((state = 'USABLE') = (catalog_digest IS NOT NULL AND statement IS NOT NULL))
+    CHECK ((state = 'USABLE') = (catalog_digest IS NOT NULL AND statement IS NOT NULL)),
+    CHECK (state = 'USABLE' OR NOT remaking)
 );
 
 CREATE TABLE base_file (
@@ -57,13 +62,35 @@ CREATE TABLE base_file (
 );
 
 CREATE TABLE base_catalog (
-    base_digest    text        NOT NULL REFERENCES base (digest),
+    base_digest          text  NOT NULL REFERENCES base (digest),
+    digest               text  NOT NULL,
+    model_class          text  NOT NULL,
+    transformers_version text  NOT NULL,
+    content              bytea NOT NULL,
+    PRIMARY KEY (base_digest, digest)
+);
+
+CREATE TABLE catalog_maker (
+    base_digest    text        NOT NULL,
+    round          integer     NOT NULL,
     worker         text        NOT NULL,
     catalog_digest text        NOT NULL,
-    content        bytea       NOT NULL,
     created_at     timestamptz NOT NULL,
-    PRIMARY KEY (base_digest, worker)
+    PRIMARY KEY (base_digest, round, worker, catalog_digest),
+    FOREIGN KEY (base_digest, catalog_digest) REFERENCES base_catalog (base_digest, digest)
 );
+
+-- Every catalog that a base was ever admitted with: verdicts go on naming the one they were given
+-- under, and nodes that made it go on.
+CREATE TABLE base_admission (
+    base_digest    text        NOT NULL,
+    catalog_digest text        NOT NULL,
+    at             timestamptz NOT NULL,
+    PRIMARY KEY (base_digest, catalog_digest),
+    FOREIGN KEY (base_digest, catalog_digest) REFERENCES base_catalog (base_digest, digest)
+);
+ALTER TABLE base ADD CONSTRAINT base_admission_fkey FOREIGN KEY (digest, catalog_digest)
+    REFERENCES base_admission (base_digest, catalog_digest);
 
 CREATE TABLE base_grant (
     tenant_id   uuid        NOT NULL REFERENCES tenant (id),
@@ -453,9 +480,10 @@ GRANT SELECT, INSERT, UPDATE ON tenant TO registry_app;
 GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, revoked_at),
     INSERT, UPDATE (revoked_at) ON token TO registry_app;
 GRANT SELECT, INSERT ON base TO registry_app;
-GRANT UPDATE (state, catalog_digest, statement) ON base TO registry_app;
-GRANT SELECT, INSERT ON base_file, base_catalog, base_grant TO registry_app;
-GRANT DELETE ON base_catalog TO registry_app;
+GRANT UPDATE (state, catalog_digest, statement, round, remaking) ON base TO registry_app;
+GRANT SELECT, INSERT ON base_file, base_catalog, catalog_maker, base_admission, base_grant
+    TO registry_app;
+GRANT DELETE ON catalog_maker TO registry_app;
 GRANT SELECT, INSERT ON event, adapter, transition, move, artifact_blob, report, review,
     alias_move, revocation TO registry_app;
 REVOKE INSERT ON transition FROM registry_app;
@@ -473,11 +501,11 @@ GRANT SELECT, INSERT, UPDATE (acknowledged_at, freed_bytes, purged_blocks) ON re
 
 GRANT SELECT, UPDATE (position) ON event TO registry_system;
 GRANT SELECT, UPDATE (state, lease, lease_until, attempt, worker) ON job TO registry_system;
-GRANT SELECT ON tenant, artifact, revocation, revocation_node, node, upload, blob, artifact_blob
-    TO registry_system;
+GRANT SELECT ON tenant, artifact, revocation, revocation_node, node, upload, blob, artifact_blob,
+    base, catalog_maker TO registry_system;
 
-GRANT SELECT ON tenant, base, base_file, base_catalog, base_grant, event, adapter, adapter_grant,
-    transition, artifact, move, artifact_blob, report, review, verdict, tag, alias_move, job, node,
-    revocation, revocation_node TO registry_auditor;
+GRANT SELECT ON tenant, base, base_file, base_catalog, catalog_maker, base_admission, base_grant,
+    event, adapter, adapter_grant, transition, artifact, move, artifact_blob, report, review,
+    verdict, tag, alias_move, job, node, revocation, revocation_node TO registry_auditor;
 GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, revoked_at)
     ON token TO registry_auditor;

@@ -30,6 +30,11 @@ class ReasonBody(Body):
     reason: Text
 
 
+class PolicyBody(Body):
+    full_tensors: bool
+    reason: Text
+
+
 class TokenBody(Body):
     subject: Name
     role: Name

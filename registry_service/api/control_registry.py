@@ -19,7 +19,7 @@ from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.trust.dsse import MEDIA_TYPE
-from registry_service.usecases import artifacts, bases, reviews, revocations, tenants
+from registry_service.usecases import artifacts, bases, catalogs, reviews, revocations, tenants
 
 router = APIRouter(prefix="/v1", responses=PROBLEMS)
 
@@ -68,6 +68,17 @@ def tenant_suspend(
 ) -> dict[str, Any]:
     """Suspend a tenant."""
     return tenants.tenant_suspend(parts, principal.subject, tenant, body.reason)
+
+
+@router.put("/tenants/{tenant}/policy", **answers(wire.Tenant))
+def tenant_policy_set(
+    tenant: str, body: bodies.PolicyBody, parts: Parts, principal: Principal = _OPERATOR
+) -> dict[str, Any]:
+    """Set what a tenant's adapters may hold."""
+    principal.tenant_check(PLATFORM)
+    return tenants.tenant_policy_set(
+        parts, principal, tenant, full_tensors=body.full_tensors, reason=body.reason
+    )
 
 
 @router.post("/tokens", status_code=201, **answers(wire.NewToken, 201))
@@ -150,9 +161,12 @@ async def catalog_submit(
 ) -> dict[str, Any]:
     """A worker's own catalog of a base."""
     content = await request.body()
-    return await anyio.to_thread.run_sync(
-        bases.catalog_submit, parts, principal.subject, base, content
-    )
+
+    def submit() -> dict[str, Any]:
+        catalogs.catalog_submit(parts, principal.subject, base, content)
+        return bases.base_show(parts, principal, base)
+
+    return await anyio.to_thread.run_sync(submit)
 
 
 @router.post("/bases/{base}/catalogs/{worker:path}/removal", **answers(wire.Base))
@@ -163,9 +177,20 @@ def catalog_drop(
     parts: Parts,
     principal: Principal = _OPERATOR,
 ) -> dict[str, Any]:
-    """Drop a worker's catalog of a base that is not admitted."""
+    """Drop a worker's catalog that is not admitted."""
     principal.tenant_check(PLATFORM)
-    return bases.catalog_drop(parts, principal.subject, base, worker, body.reason)
+    catalogs.catalog_drop(parts, principal.subject, base, worker, body.reason)
+    return bases.base_show(parts, principal, base)
+
+
+@router.post("/bases/{base}/recatalog", **answers(wire.Base))
+def catalog_remake(
+    base: str, body: bodies.ReasonBody, parts: Parts, principal: Principal = _OPERATOR
+) -> dict[str, Any]:
+    """Have an admitted base's catalog made again, with another version of transformers."""
+    principal.tenant_check(PLATFORM)
+    catalogs.catalog_remake(parts, principal.subject, base, body.reason)
+    return bases.base_show(parts, principal, base)
 
 
 @router.get("/bases/{base}/statement")

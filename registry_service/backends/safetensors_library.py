@@ -27,7 +27,7 @@ def library_disagreement(prefix: bytes, file_size: int, header: Header) -> Findi
     """
     ours: _Read = {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}
     try:
-        theirs, metadata = _library_read(prefix[: header.data_start], file_size)
+        theirs, order, metadata = _library_read(prefix[: header.data_start], file_size)
     except SafetensorError as error:
         return _disagrees("a header that the library accepts", str(error))
     except (OSError, ImportError) as error:
@@ -39,10 +39,14 @@ def library_disagreement(prefix: bytes, file_size: int, header: Header) -> Findi
             return _disagrees(
                 f"{name}: {ours.get(name, 'no tensor')}", f"{theirs.get(name, 'no tensor')}"
             )
+    # Tensors follow each other without a hole: names in the order of their data, with dtypes and
+    # shapes, are the offsets too.
+    if order != list(ours):
+        return _disagrees("the same offsets from the library", "another order of tensors")
     return None
 
 
-def _library_read(head: bytes, file_size: int) -> tuple[_Read, dict[str, str]]:
+def _library_read(head: bytes, file_size: int) -> tuple[_Read, list[str], dict[str, str]]:
     with tempfile.NamedTemporaryFile(prefix="header-") as file:
         file.write(head)
         file.flush()
@@ -52,7 +56,7 @@ def _library_read(head: bytes, file_size: int) -> tuple[_Read, dict[str, str]]:
             for name in opened.keys():  # noqa: SIM118 - no mapping, only this method
                 part = opened.get_slice(name)
                 read[name] = (part.get_dtype(), tuple(part.get_shape()))
-            return read, dict(opened.metadata() or {})
+            return read, opened.offset_keys(), dict(opened.metadata() or {})
 
 
 def _disagrees(expected: str, got: str) -> Finding:

@@ -14,6 +14,7 @@ from registry_service.domain.manifest import (
     WEIGHT_CONFIG_MEDIA_TYPE,
     WEIGHT_MEDIA_TYPE,
 )
+from registry_service.domain.tokenizer_files import LARGEST_INTEGER
 
 BASE_CONFIG_PATH: Final = "config.json"
 WEIGHT_SUFFIX: Final = ".safetensors"
@@ -69,20 +70,26 @@ def base_config_parse(content: bytes) -> dict[str, Any]:
     config = json_parse(content, what="config.json", limit=limits.BASE_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise MalformedError("config.json: expected an object")
-    if "auto_map" in config:
-        raise RefusedError("config.json: auto_map asks for remote code, which is never run here")
+    remote_code_refuse(config)
     return config
 
 
-def quantization_of(content: bytes) -> str:
-    """The quantization method that a base's ``config.json`` names, or ``none``."""
-    quantization = base_config_parse(content).get("quantization_config")
-    if quantization is None:
-        return "none"
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(method, str) or not method:
-        raise RefusedError("config.json: quantization_config: expected a quant_method")
-    return method
+def remote_code_refuse(value: Any) -> None:
+    """Refuse a config that asks for code, at any depth: the models inside a model have configs.
+
+    Raises:
+        RefusedError: it holds an ``auto_map``.
+    """
+    if isinstance(value, Mapping):
+        if "auto_map" in value:
+            raise RefusedError(
+                "config.json: auto_map asks for remote code, which is never run here"
+            )
+        for item in value.values():
+            remote_code_refuse(item)
+    elif isinstance(value, list):
+        for item in value:
+            remote_code_refuse(item)
 
 
 def tokenizer_digest(files: Mapping[str, Digest]) -> Digest:
@@ -110,7 +117,10 @@ def chat_template_of(files: Mapping[str, bytes]) -> str:
             raise MalformedError(f"{_TEMPLATE_PATH}: not UTF-8") from error
     if "tokenizer_config.json" in files:
         config = json_parse(
-            files["tokenizer_config.json"], what="tokenizer_config.json", limit=limits.DOC_BYTES
+            files["tokenizer_config.json"],
+            what="tokenizer_config.json",
+            limit=limits.DOC_BYTES,
+            max_integer=LARGEST_INTEGER,
         )
         if not isinstance(config, dict):
             raise MalformedError("tokenizer_config.json: expected an object")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import rfc8785
 
@@ -17,7 +17,7 @@ from registry_service.domain import limits
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.text import shown
 
-_MAX_SAFE_INTEGER = 2**53 - 1
+_MAX_SAFE_INTEGER: Final = 2**53 - 1
 # An unclosed string matches to the end: failing there would start again at every quote (quadratic).
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
 
@@ -34,12 +34,34 @@ def canonical_json(value: Any) -> bytes:
         raise MalformedError(f"cannot be written as canonical JSON: {error}") from error
 
 
-def json_parse(data: bytes, *, what: str, limit: int, depth: int = limits.JSON_DEPTH) -> Any:
+def without_strings(data: bytes) -> bytes:
+    """JSON bytes without their strings: what is left is brackets, numbers, words and space."""
+    return _STRINGS.sub(b"", data)
+
+
+def too_deep(data: bytes, depth: int) -> bool:
+    """True when JSON bytes nest deeper than ``depth``; looked at before a parser recurses."""
+    level = 0
+    for byte in re.sub(rb"[^\[\]{}]", b"", without_strings(data)):
+        level += 1 if byte in b"[{" else -1
+        if level > depth:
+            return True
+    return False
+
+
+def json_parse(
+    data: bytes,
+    *,
+    what: str,
+    limit: int,
+    depth: int = limits.JSON_DEPTH,
+    max_integer: int = _MAX_SAFE_INTEGER,
+) -> Any:
     """Parse ``data`` strictly.
 
     Refused: more than ``limit`` bytes, a byte-order mark, bytes that are not UTF-8, lone
-    surrogates, duplicate keys, NaN or Infinity, numbers that a double cannot hold exactly as
-    integers, and nesting over ``depth``.
+    surrogates, duplicate keys, NaN or Infinity, integers over ``max_integer`` in size (2^53 − 1
+    unless another program writes larger ones), and nesting over ``depth``.
 
     Raises:
         MalformedError: with the reason and ``what``.
@@ -52,13 +74,14 @@ def json_parse(data: bytes, *, what: str, limit: int, depth: int = limits.JSON_D
         raise MalformedError(f"{what}: not UTF-8 at byte {error.start}") from error
     if text.startswith("\ufeff"):
         raise MalformedError(f"{what}: starts with a byte-order mark; write plain UTF-8")
-    _depth_check(data, what, depth)
+    if too_deep(data, depth):
+        raise MalformedError(f"{what}: nested deeper than {depth} levels")
     try:
         value = json.loads(
             text,
             object_pairs_hook=lambda pairs: _unique(pairs, what),
             parse_constant=lambda name: _constant(name, what),
-            parse_int=lambda digits: _integer(digits, what),
+            parse_int=lambda digits: _integer(digits, what, max_integer),
             parse_float=lambda digits: _float(digits, what),
         )
     except (ValueError, RecursionError) as error:
@@ -68,15 +91,11 @@ def json_parse(data: bytes, *, what: str, limit: int, depth: int = limits.JSON_D
     return value
 
 
-def _depth_check(data: bytes, what: str, depth: int) -> None:
-    level = 0
-    for byte in re.sub(rb"[^\[\]{}]", b"", _STRINGS.sub(b"", data)):
-        if byte in b"[{":
-            level += 1
-            if level > depth:
-                raise MalformedError(f"{what}: nested deeper than {depth} levels")
-        else:
-            level -= 1
+def integer_check(value: Any) -> Any:
+    """``value`` when it is an integer; raises ValueError. To Python, true and 1.0 equal 1."""
+    if type(value) is not int:
+        raise ValueError("expected an integer")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
@@ -92,9 +111,10 @@ def _constant(name: str, what: str) -> Any:
     raise MalformedError(f"{what}: {name} is not JSON")
 
 
-def _integer(digits: str, what: str) -> int:
-    if len(digits) > 17 or abs(int(digits)) > _MAX_SAFE_INTEGER:
-        raise MalformedError(f"{what}: integer {shown(digits)} is outside ±(2^53 − 1)")
+def _integer(digits: str, what: str, largest: int) -> int:
+    # The length first: turning digits into a number takes quadratic time.
+    if len(digits) > len(str(largest)) + 1 or abs(int(digits)) > largest:
+        raise MalformedError(f"{what}: integer {shown(digits)} is outside ±{largest}")
     return int(digits)
 
 

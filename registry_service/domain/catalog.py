@@ -9,11 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from registry_service.domain import limits
-from registry_service.domain.canonical import canonical_json, json_parse
+from registry_service.domain.canonical import canonical_json, integer_check, json_parse
 from registry_service.domain.declaration import DigestText
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError
@@ -32,6 +32,7 @@ class Kind(StrEnum):
 
     LINEAR = "linear"
     CONV1D = "conv1d"
+    CONV2D = "conv2d"
     EMBEDDING = "embedding"
     OTHER = "other"
 
@@ -43,13 +44,22 @@ class _Strict(BaseModel):
 
 
 class Module(_Strict):
-    """One module. Sizes are W's (in, out); an embedding's are (rows, width)."""
+    """One module. Sizes are W's (in, out); an embedding's are (rows, width).
+
+    ``kernel`` and ``groups`` are a convolution's. ``transposed`` says that the module's 3-D
+    parameters are stored as (experts, in, out) and not as (experts, out, in). ``parameters`` names
+    those of ``tensors`` that are parameters; the others are saved buffers.
+    """
 
     name: _Name
     kind: Kind
     class_name: _Word
     in_size: _Size | None = None
     out_size: _Size | None = None
+    kernel: Annotated[tuple[_Size, ...], Field(max_length=2)] = ()
+    groups: _Size = 1
+    transposed: bool = False
+    parameters: tuple[_Name, ...] = ()
     tensors: dict[_Name, _Shape] = {}
 
     @property
@@ -62,23 +72,43 @@ class Module(_Strict):
         sizes = (self.in_size, self.out_size)
         if (self.kind is Kind.OTHER) != (sizes == (None, None)) or sizes.count(None) == 1:
             raise ValueError("expected in and out sizes exactly for a kind that LoRA can be put on")
-        stored = (self.out_size, self.in_size) if self.kind is Kind.LINEAR else sizes
+        if (self.kind is Kind.CONV2D) != (len(self.kernel) == 2):
+            raise ValueError("expected a kernel of two sizes exactly for a convolution")
+        stored = self._stored()
         if self.kind is not Kind.OTHER and self.tensors.get("weight", stored) != stored:
             raise ValueError(f"expected a weight of shape {stored}")
+        if not set(self.parameters) <= self.tensors.keys():
+            raise ValueError("expected every parameter among the tensors")
         return self
+
+    def _stored(self) -> tuple[int, ...]:
+        in_size, out_size = self.in_size or 0, self.out_size or 0
+        if self.kind is Kind.LINEAR:
+            return out_size, in_size
+        if self.kind is Kind.CONV2D:
+            return out_size, in_size // self.groups, *self.kernel
+        return in_size, out_size
 
 
 class Catalog(_Strict):
-    """All modules of a base in ``named_modules()`` order, without the root and without doubles."""
+    """All modules of a base in ``named_modules()`` order, without the root and without doubles.
 
-    schema_version: Literal[1] = 1
+    ``tied_modules`` share the input embedding's weight; ``aliases`` gives for a second name of a
+    module object its first. ``quantization`` is how the base is stored (``none`` if it is not);
+    sizes are those of the unquantized model, which LoRA is shaped after.
+    """
+
+    schema_version: Annotated[Literal[1], BeforeValidator(integer_check)] = 1
     base_digest: DigestText
     model_class: _Word
     model_type: _Word
     transformers_version: _Word
+    quantization: _Word = "none"
     input_embedding: _Name | None
     output_embedding: _Name | None
     tied: bool
+    tied_modules: tuple[_Name, ...] = ()
+    aliases: dict[_Name, _Name] = {}
     modules: Annotated[tuple[Module, ...], Field(min_length=1, max_length=limits.CATALOG_MODULES)]
 
     @model_validator(mode="after")
@@ -86,9 +116,11 @@ class Catalog(_Strict):
         names = {module.name for module in self.modules}
         if len(names) != len(self.modules):
             raise ValueError("expected each module once")
-        for name in (self.input_embedding, self.output_embedding):
+        for name in (self.input_embedding, self.output_embedding, *self.tied_modules):
             if name is not None and name not in names:
                 raise ValueError(f"expected the embedding {name} among the modules")
+        if not names >= {*self.aliases.values()} or not names.isdisjoint(self.aliases):
+            raise ValueError("expected aliases to name a module each, by a name of their own")
         return self
 
     def to_bytes(self) -> bytes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from registry_service.domain import limits, names
-from registry_service.domain.canonical import canonical_json, json_parse
+from registry_service.domain.canonical import canonical_json, integer_check, json_parse
 from registry_service.domain.digests import Digest, digest_parse
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.text import shown
@@ -38,6 +38,8 @@ def _adapter(value: str) -> str:
 def _targets(value: tuple[str, ...] | str) -> tuple[str, ...] | str:
     if isinstance(value, tuple) and list(value) != sorted(set(value)):
         raise ValueError("expected names sorted and once each")
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError("expected an expression of printable characters")
     return value
 
 
@@ -50,6 +52,8 @@ def _printable(value: str) -> str:
 # The parser's rule once more, for those who read the generated schema.
 _DIGEST_SCHEMA: Final[dict[str, Any]] = {"pattern": r"^sha256:[0-9a-f]{64}$"}
 DigestText = Annotated[str, AfterValidator(_digest), Field(json_schema_extra=_DIGEST_SCHEMA)]
+# ``all-linear`` or a regular expression, word for word as the config has it.
+_Expression = Annotated[str, Field(min_length=1, max_length=limits.EXPRESSION_CHARS)]
 TargetName = Annotated[str, Field(min_length=1, max_length=limits.TENSOR_NAME_CHARS)]
 
 
@@ -60,7 +64,7 @@ class Declaration(BaseModel):
         frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_name=True
     )
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[Literal[1], BeforeValidator(integer_check)] = 1
     tenant: Annotated[str, AfterValidator(_tenant)]
     adapter: Annotated[str, AfterValidator(_adapter)]
     base_model_digest: DigestText
@@ -68,8 +72,7 @@ class Declaration(BaseModel):
     rank: Annotated[int, Field(ge=1, le=limits.RANK)]
     alpha: Annotated[float, Field(gt=0, le=limits.ALPHA, allow_inf_nan=False)]
     target_modules: Annotated[
-        Annotated[tuple[TargetName, ...], Field(min_length=1, max_length=limits.TARGETS)]
-        | Literal["all-linear"],
+        Annotated[tuple[TargetName, ...], Field(max_length=limits.TARGETS)] | _Expression,
         AfterValidator(_targets),
     ]
     tokenizer_digest: DigestText

@@ -1,40 +1,37 @@
 """Every tensor that an adapter's file must hold, from catalog and config alone.
 
-The selection and naming rules are those of peft 0.21, checked against it in
-``tests/contract/test_peft_oracle.py``; what PEFT would do silently (a target that matches nothing,
-a pattern without use) is a finding here.
+Names and shapes are those that peft 0.21 writes, checked against it for random configs in
+``tests/contract/test_peft_oracle.py``. Another PEFT type would be one more function from a
+selection to tensors.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from registry_service.domain import limits
 from registry_service.domain.catalog import Catalog, Kind, Module
-from registry_service.domain.findings import Check, Code, Finding, refuse
-from registry_service.domain.peft_config import ALL_LINEAR, LoraConfig
+from registry_service.domain.expressions import NO_MATCHES, Matches, pattern_expression
+from registry_service.domain.findings import Check, Code, Finding, refuse, review
+from registry_service.domain.peft_config import LoraConfig
+from registry_service.domain.peft_fields import Expression
 from registry_service.domain.safetensors_header import ALLOWED_DTYPES
+from registry_service.domain.selected import Selection, config_finding
+from registry_service.domain.selection import select
 
 KEY_PREFIX: Final = "base_model.model."
-
-_CONFIG: Final = "adapter_config.json"
-# PEFT saves a full copy of the base's tensor beside an adapter on a module of these names.
-_COPIED: Final = frozenset({"embed_tokens", "lm_head"})
-# On a base with fused experts PEFT rewrites these targets, and all-linear, to the fused parameters.
-_EXPERT_TARGETS: Final = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-# PEFT refuses these on a state-space model: its kernels bypass their forward.
-_STATE_SPACE: Final = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
-_STATE_SPACE_TARGETS: Final = frozenset({"out_proj", "conv1d"})
-_LAYER: Final = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What one tensor has to be. ``rank_axis`` is the axis that holds the rank, if one does."""
+    """What one tensor has to be.
+
+    ``rank_axis`` is the axis that holds the rank, if one does; ``rank`` is 0 where there is none.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -45,184 +42,213 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensors:
-    """Tensors by name, and the factor of B·A by module; complete only without findings."""
+    """Tensors by name, and the factor of B·A and the rank by module; complete without findings.
+
+    ``copies`` are base tensors that PEFT may save beside the adapter: all of them or none, and
+    none under a policy without full tensors.
+    """
 
     tensors: Mapping[str, Expectation]
     scaling: Mapping[str, float]
     findings: tuple[Finding, ...]
+    copies: Mapping[str, Expectation]
+    ranks: Mapping[str, int]
 
 
-def expected_tensors(catalog: Catalog, config: LoraConfig) -> ExpectedTensors:
-    """All tensors of an adapter with ``config`` on the base of ``catalog``."""
-    selected, findings = _select(catalog, config)
-    findings += _kind_findings(catalog, selected)
-    findings += _expert_findings(catalog, config)
-    names = [module.name for module in selected]
-    if (len(config.rank_pattern) + len(config.alpha_pattern)) * len(names) > limits.PATTERN_MATCHES:
-        findings.append(
-            _structure(Code.CONFIG_VALUE, "rank_pattern", "fewer patterns", "too many to match")
-        )
+def expected_tensors(
+    catalog: Catalog,
+    config: LoraConfig,
+    matches: Matches = NO_MATCHES,
+    *,
+    full_tensors: bool = False,
+) -> ExpectedTensors:
+    """All tensors of an adapter with ``config`` on the base of ``catalog``.
+
+    ``matches`` answers every expression of the config; ``full_tensors`` is the tenant's policy on
+    whole modules in an adapter.
+    """
+    chosen = select(catalog, config, matches)
+    findings = chosen.findings
+    if not full_tensors:
+        findings += [_not_allowed(name) for name in chosen.saved]
+    keys = [*(module.name for module in chosen.modules), *_parameter_keys(chosen)]
+    ranks, alphas = dict[str, float](), dict[str, float]()
+    if (len(config.rank_pattern) + len(config.alpha_pattern)) * len(keys) > limits.PATTERN_MATCHES:
+        got = "too many to match"
+        findings.append(config_finding(Code.CONFIG_VALUE, "rank_pattern", "fewer patterns", got))
+    else:
+        ranks = _by_pattern(keys, config, "rank_pattern", matches, findings)
+        alphas = _by_pattern(keys, config, "alpha_pattern", matches, findings)
+    findings += [f for module in chosen.modules for f in _variant_faults(module, config, ranks)]
     if findings:
-        return ExpectedTensors({}, {}, tuple(findings))
-    ranks, rank_findings = _by_pattern(names, config.rank_pattern, config.r, "rank_pattern")
-    alphas, alpha_findings = _by_pattern(
-        names, config.alpha_pattern, config.lora_alpha, "alpha_pattern"
-    )
-    if rank_findings or alpha_findings:
-        return ExpectedTensors({}, {}, (*rank_findings, *alpha_findings))
-    tensors = {
-        KEY_PREFIX + module.name + suffix: expectation
-        for module in selected
-        for suffix, expectation in _tensors(module, int(ranks[module.name]), config.use_dora)
-    }
+        return ExpectedTensors({}, {}, tuple(findings), {}, {})
     root = math.sqrt if config.use_rslora else float
-    scaling = {name: alphas[name] / root(ranks[name]) for name in names}
-    return ExpectedTensors(tensors, scaling, ())
-
-
-def _select(catalog: Catalog, config: LoraConfig) -> tuple[list[Module], list[Finding]]:
-    """The targeted modules, and what in the selection matches nothing."""
-    targets = _targets(catalog, config)
-    excluded = frozenset(config.exclude_modules)
-    unused_targets, unused_excludes = set(targets), set(excluded)
-    unused_layers = set(config.layers_to_transform)
-    selected = []
-    for module in catalog.modules:
-        endings = list(_endings(module.name))
-        if not excluded.isdisjoint(endings):
-            unused_excludes.difference_update(endings)
-            continue
-        hits = [ending for ending in endings if ending in targets]
-        if not hits:
-            continue
-        if config.layers_to_transform and module.name not in targets:
-            layer = _layer_of(module.name)
-            if layer is None or layer not in config.layers_to_transform:
-                continue
-            unused_layers.discard(layer)
-        unused_targets.difference_update(hits)
-        selected.append(module)
-    if config.target_modules == ALL_LINEAR:
-        unused_targets = set() if selected else {ALL_LINEAR}
-    findings = [
-        *(_unmatched("target_modules", name) for name in sorted(unused_targets)),
-        *(_unmatched("exclude_modules", name) for name in sorted(unused_excludes)),
-        *(_unmatched("layers_to_transform", str(layer)) for layer in sorted(unused_layers)),
-    ]
-    return selected, findings
-
-
-def _targets(catalog: Catalog, config: LoraConfig) -> frozenset[str]:
-    if config.target_modules != ALL_LINEAR:
-        return frozenset(config.target_modules)
-    return frozenset(
-        module.name
-        for module in catalog.modules
-        if module.kind in (Kind.LINEAR, Kind.CONV1D) and module.name != catalog.output_embedding
+    return ExpectedTensors(
+        tensors=dict(_all(catalog, config, chosen, ranks)),
+        scaling={key: alphas[key] / root(ranks[key]) for key in keys},
+        findings=(),
+        copies={
+            f"{KEY_PREFIX}{module.name}.base_layer.{key}": _whole(module.name, shape)
+            for module in (chosen.copied if full_tensors else ())
+            for key, shape in module.tensors.items()
+        },
+        ranks={key: int(ranks[key]) for key in keys},
     )
 
 
-def _endings(name: str) -> Iterator[str]:
-    """``a.b.c``, ``b.c``, ``c``: what a name in a list may say to select this module."""
-    while True:
-        yield name
-        _, dot, name = name.partition(".")
-        if not dot:
-            return
+def scaling_check(expected: ExpectedTensors) -> tuple[Finding, ...]:
+    """A look at every factor of B·A that is far above what adapters are published with.
 
-
-def _layer_of(name: str) -> int | None:
-    match = _LAYER.match(name)
-    return int(match["index"]) if match else None
-
-
-def _kind_findings(catalog: Catalog, selected: Iterable[Module]) -> list[Finding]:
-    findings = []
-    for module in selected:
-        expected = None
-        if module.kind is Kind.OTHER:
-            expected = "a Linear, Conv1D or Embedding module"
-        elif module.last_name in _COPIED:
-            expected = "no target of this name (its full copy in the file is not served yet)"
-        elif catalog.model_type in _STATE_SPACE and module.last_name in _STATE_SPACE_TARGETS:
-            expected = f"no target of this name in a {catalog.model_type} (PEFT refuses it)"
-        if expected is not None:
-            findings.append(
-                refuse(Check.STRUCTURE, Code.TARGET_KIND, module.name, expected, module.class_name)
-            )
-    return findings
-
-
-def _expert_findings(catalog: Catalog, config: LoraConfig) -> list[Finding]:
-    fused = any(
-        len(shape) == 3 and name in ("gate_up_proj", "down_proj")
-        for module in catalog.modules
-        for name, shape in module.tensors.items()
+    The factor stands in no tensor: ten times the alpha would change nothing else in the file.
+    """
+    high: dict[float, list[str]] = {}
+    for name, factor in expected.scaling.items():
+        if factor >= limits.SCALING_REVIEW:
+            high.setdefault(factor, []).append(name)
+    return tuple(
+        review(
+            Check.STRUCTURE,
+            Code.SCALING_HIGH,
+            names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
+            f"a factor of B·A below {limits.SCALING_REVIEW:g}",
+            f"{factor:g}",
+        )
+        for factor, names in sorted(high.items())
     )
-    if not fused:
-        return []
-    expected = "no target that means fused experts (they are not served yet)"
-    targets = config.target_modules
-    rewritten = (
-        [targets]
-        if targets == ALL_LINEAR
-        else [name for name in targets if name.rpartition(".")[2] in _EXPERT_TARGETS]
-    )
-    return [_structure(Code.TARGET_KIND, "target_modules", expected, str(t)) for t in rewritten]
+
+
+def _all(
+    catalog: Catalog, config: LoraConfig, chosen: Selection, ranks: Mapping[str, float]
+) -> Iterator[tuple[str, Expectation]]:
+    for module in chosen.modules:
+        for suffix, expectation in _on_module(module, int(ranks[module.name]), config):
+            yield KEY_PREFIX + module.name + suffix, expectation
+    for module, parameters in chosen.parameters:
+        for position, parameter in enumerate(parameters):
+            # PEFT wraps one parameter after the other, so the last one is outermost.
+            wrapped = module.name + ".base_layer" * (len(parameters) - 1 - position)
+            rank = int(ranks[f"{module.name}.{parameter}"])
+            for suffix, expectation in _on_parameter(module, parameter, rank):
+                yield KEY_PREFIX + wrapped + suffix, expectation
+    saved = tuple(f"{name}." for name in chosen.saved)
+    for module in catalog.modules if saved else ():
+        if f"{module.name}.".startswith(saved):
+            for key, shape in module.tensors.items():
+                yield f"{KEY_PREFIX}{module.name}.{key}", _whole(module.name, shape)
+    for rows in chosen.rows:
+        sizes = rows.module.in_size or 0, rows.module.out_size or 0
+        width = sizes[rows.module.kind is Kind.EMBEDDING]
+        name = f"{KEY_PREFIX}{rows.module.name}.token_adapter.trainable_tokens_delta"
+        yield name, _whole(rows.module.name, (rows.count, width))
+
+
+def _on_module(module: Module, rank: int, config: LoraConfig) -> Iterator[tuple[str, Expectation]]:
+    # Sizes are there for every kind but OTHER, which was refused before.
+    in_size, out_size = module.in_size or 0, module.out_size or 0
+    name = module.name
+    dora_shape: tuple[int, ...] = (out_size,)
+    down, up = ".lora_A.weight", ".lora_B.weight"
+    down_shape: tuple[int, ...] = (rank, in_size)
+    up_shape: tuple[int, ...] = (out_size, rank)
+    if module.kind is Kind.EMBEDDING:
+        down, up = ".lora_embedding_A", ".lora_embedding_B"
+    elif module.kind is Kind.CONV2D:
+        down_shape = (rank, in_size, *module.kernel)
+        up_shape = (out_size, rank // module.groups, 1, 1)
+        dora_shape = (1, out_size, 1, 1)
+    yield down, Expectation(down_shape, ALLOWED_DTYPES, name, rank, 0)
+    yield up, Expectation(up_shape, ALLOWED_DTYPES, name, rank, 1)
+    if config.lora_bias:
+        yield ".lora_B.bias", _whole(name, (out_size,))
+    if config.use_dora:
+        yield ".lora_magnitude_vector", _whole(name, dora_shape)
+
+
+def _on_parameter(module: Module, parameter: str, rank: int) -> Iterator[tuple[str, Expectation]]:
+    """Layout of peft 0.19 and newer: experts beside each other along the rank."""
+    shape = module.tensors[parameter]
+    experts, out_size, in_size = shape if len(shape) == 3 else (1, *shape)
+    if len(shape) == 3 and module.transposed:
+        out_size, in_size = in_size, out_size
+    both = rank * experts
+    yield ".lora_A.weight", Expectation((both, in_size), ALLOWED_DTYPES, module.name, both, 0)
+    yield ".lora_B.weight", Expectation((out_size, both), ALLOWED_DTYPES, module.name, both, 1)
+
+
+def _whole(module: str, shape: tuple[int, ...]) -> Expectation:
+    return Expectation(shape, ALLOWED_DTYPES, module, 0, None)
+
+
+def _parameter_keys(chosen: Selection) -> list[str]:
+    return [f"{m.name}.{parameter}" for m, hit in chosen.parameters for parameter in hit]
+
+
+def _variant_faults(
+    module: Module, config: LoraConfig, ranks: Mapping[str, float]
+) -> Iterator[Finding]:
+    """What PEFT refuses on one kind of module only."""
+    expected = None
+    if module.kind is Kind.EMBEDDING and config.lora_bias:
+        expected = "no embedding among the targets with lora_bias"
+    elif module.kind is Kind.CONV2D and module.groups > 1 and config.use_dora:
+        expected = "no grouped convolution among the targets with use_dora"
+    elif module.kind is Kind.CONV2D and ranks.get(module.name, 0) % module.groups:
+        expected = f"a rank that {module.groups} groups divide"
+    if expected is not None:
+        yield refuse(Check.STRUCTURE, Code.TARGET_KIND, module.name, expected, module.class_name)
+
+
+def _not_allowed(name: str) -> Finding:
+    expected = "no whole module in an adapter: the tenant's policy full_tensors is off"
+    return refuse(Check.STRUCTURE, Code.FULL_TENSOR, name, expected, "a module to save")
 
 
 def _by_pattern(
     names: Sequence[str],
-    patterns: Sequence[tuple[str, float]],
-    default: float,
-    field: str,
-) -> tuple[dict[str, float], list[Finding]]:
-    """The value of each module: that of the first pattern that matches it, else the default.
-
-    PEFT matches ``(.*\\.)?(key)$``, where a dot is any character. A key is served only where this
-    and the plain reading select the same modules, so that nobody can mean one and get the other.
-    """
-    values = dict.fromkeys(names, default)
-    findings = []
+    config: LoraConfig,
+    option: str,
+    matches: Matches,
+    findings: list[Finding],
+) -> dict[str, float]:
+    """The value of each module: that of the first pattern that matches it, else the default."""
+    ranks = option == "rank_pattern"
+    patterns: Sequence[tuple[str | Expression, float]]
+    patterns = config.rank_pattern if ranks else config.alpha_pattern
+    values = dict.fromkeys(names, config.r if ranks else config.lora_alpha)
+    faults = []
     for key, value in reversed(patterns):
-        plain = key.replace("\\.", ".")
-        regex = re.compile(key)
-        matched = [name for name in names if _matches(regex, len(plain), name)]
-        if any(name != plain and not name.endswith("." + plain) for name in matched):
+        matched = _matched(key, names, matches)
+        text = key.text if isinstance(key, Expression) else key
+        if matched is None:
             expected = "a key whose dots match only dots"
-            findings.append(_structure(Code.CONFIG_OPTION_UNSUPPORTED, field, expected, key))
-        if not matched:
-            findings.append(
-                _structure(Code.PATTERN_UNUSED, field, "a targeted module for each key", key)
-            )
-        values.update(dict.fromkeys(matched, value))
-    return values, findings[::-1]
+            faults.append(config_finding(Code.CONFIG_OPTION_UNSUPPORTED, option, expected, text))
+        elif not matched:
+            expected = "a targeted module for each key"
+            faults.append(config_finding(Code.PATTERN_UNUSED, option, expected, text))
+        values.update(dict.fromkeys(matched or (), value))
+    findings += faults[::-1]
+    return values
 
 
-def _matches(regex: re.Pattern[str], length: int, name: str) -> bool:
+def _matched(key: str | Expression, names: Sequence[str], matches: Matches) -> list[str] | None:
+    """The names that PEFT's ``(.*\\.)?(key)$`` matches.
+
+    In a key without quantifiers only the dot can be read two ways. Such a key is served only where
+    both readings select the same modules, so that nobody can mean one and get the other; else None.
+    """
+    if isinstance(key, Expression):
+        hit = matches[pattern_expression(key)]
+        return [name for name in names if name in hit]
+    plain = key.replace("\\.", ".")
+    regex = re.compile(key)
+    matched = [name for name in names if _ends_with(regex, len(plain), name)]
+    if any(name != plain and not name.endswith("." + plain) for name in matched):
+        return None
+    return matched
+
+
+def _ends_with(regex: re.Pattern[str], length: int, name: str) -> bool:
     # Without quantifiers a key has one length, so the regex runs only where it can match.
     if length < len(name) and name[-length - 1] != ".":
         return False
     return regex.fullmatch(name[-length:]) is not None
-
-
-def _tensors(module: Module, rank: int, dora: bool) -> Iterator[tuple[str, Expectation]]:
-    # Sizes are there for every kind but OTHER, which was refused before.
-    in_size, out_size = module.in_size or 0, module.out_size or 0
-    if module.kind is Kind.EMBEDDING:
-        down, up = ".lora_embedding_A", ".lora_embedding_B"
-    else:
-        down, up = ".lora_A.weight", ".lora_B.weight"
-    name = module.name
-    yield down, Expectation((rank, in_size), ALLOWED_DTYPES, name, rank, 0)
-    yield up, Expectation((out_size, rank), ALLOWED_DTYPES, name, rank, 1)
-    if dora:
-        yield ".lora_magnitude_vector", Expectation((out_size,), ALLOWED_DTYPES, name, rank, None)
-
-
-def _unmatched(field: str, name: str) -> Finding:
-    return _structure(Code.TARGET_UNKNOWN, field, "the name of at least one module", name)
-
-
-def _structure(code: Code, field: str, expected: str, got: str) -> Finding:
-    return refuse(Check.STRUCTURE, code, f"{_CONFIG}: {field}", expected, got)

@@ -15,7 +15,8 @@ BASE_CONFIG_BYTES: Final = 256 * KIB
 DECLARATION_BYTES: Final = 32 * KIB
 MANIFEST_BYTES: Final = 256 * KIB
 CATALOG_BYTES: Final = 32 * MIB
-DOC_BYTES: Final = 1 * MIB
+# Gemma writes a tokenizer_config.json of over 1 MiB.
+DOC_BYTES: Final = 4 * MIB
 TOKENIZER_FILE_BYTES: Final = 64 * MIB
 WEIGHT_BYTES: Final = 4 * GIB
 ADAPTER_FILES: Final = 32
@@ -30,6 +31,10 @@ PATTERN_MATCHES: Final = 2_000_000
 RANK: Final = 512
 ALPHA: Final = 65_536
 TARGETS: Final = 1_024
+# The factor of B·A from which a person has to look: published configs lie at 8 or below.
+SCALING_REVIEW: Final = 10.0
+EXPRESSION_CHARS: Final = 1_024
+TOKEN_INDICES: Final = 65_536
 CATALOG_MODULES: Final = 200_000
 
 # Names and text
@@ -44,6 +49,8 @@ DOCUMENT_BODY_BYTES: Final = 2 * MIB
 OPEN_UPLOADS: Final = 1_000
 REPORT_BYTES: Final = 8 * MIB
 REPORT_FINDINGS: Final = 5_000
+REPORT_MODULE_GROUPS: Final = 256
+REPORT_ALIASES: Final = 16
 UPLOAD_AGE_SECONDS: Final = 24 * 3600
 UPLOAD_RESERVE_STEP_BYTES: Final = 16 * MIB
 BLOB_LEASE_SECONDS: Final = 24 * 3600
@@ -64,6 +71,13 @@ CHILD_CPU_SECONDS: Final = 600
 CHILD_WALL_SECONDS: Final = 900
 CHILD_ADDRESS_BYTES: Final = 64 * GIB
 CHILD_RESULT_BYTES: Final = REPORT_BYTES
+
+# The process that matches regular expressions; seconds of processor time, then of the clock.
+MATCH_EXPRESSIONS: Final = 4 * TARGETS + 2
+MATCH_CPU_SECONDS: Final = 2
+MATCH_WALL_SECONDS: Final = 30
+MATCH_ADDRESS_BYTES: Final = 512 * MIB
+MATCH_ANSWER_BYTES: Final = 16 * MIB
 
 # A serving node
 PROMPT_TOKENS: Final = 8_192

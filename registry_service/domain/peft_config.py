@@ -1,14 +1,9 @@
-"""A strict reader of ``adapter_config.json``: every known field of peft 0.21 stands in one table.
-
-PEFT drops unknown fields, coerces types and fills in what is missing, all silently; some fields
-import modules or read files, and some change the base. So each field is served, harmless, fixed to
-its default, or forbidden, and any other name is refused.
-"""
+"""A strict reader of ``adapter_config.json``; what each field may say stands in ``peft_fields``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -16,19 +11,28 @@ from registry_service.domain import limits
 from registry_service.domain.canonical import json_parse
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.findings import Check, Code, Finding, refuse
+from registry_service.domain.peft_fields import (
+    ALL_LINEAR,
+    DEFAULT_FIELDS,
+    FORBIDDEN_FIELDS,
+    HARMLESS_FIELDS,
+    SERVED_FIELDS,
+    Expression,
+    Targets,
+    ValueRefusedError,
+)
 from registry_service.domain.text import shown
 
-ALL_LINEAR: Final = "all-linear"
-Targets = tuple[str, ...] | Literal["all-linear"]
-
-# From this many names on, PEFT shortens the list, which changes what layers_to_transform selects.
+# From this many names on, PEFT shortens the list. That changes what layers_to_transform selects
+# and which embeddings are saved in full.
 _PEFT_SHORTENS_FROM: Final = 20
+_EMBEDDINGS: Final = frozenset({"embed_tokens", "lm_head"})
+# Before 0.19 PEFT swapped A's and B's sides for target_parameters, silently where they coincide.
+_PARAMETERS_SINCE: Final = (0, 19)
 _WHERE: Final = "adapter_config.json"
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
-_VERSION: Final = re.compile(r"[0-9A-Za-z.+@_-]{1,64}")
-# A pattern is a regular expression to PEFT. Without quantifiers it cannot blow up, and the only
-# thing left to read two ways is the dot; see expected_tensors.
-_PATTERN: Final = re.compile(r"(?:[A-Za-z0-9_-]|\\?\.)+")
+_NUMBERS: Final = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)")
+
+Rows = tuple[tuple[str | None, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +40,32 @@ class LoraConfig:
     """What an adapter's config says, as far as it is served.
 
     Patterns keep the file's order: to PEFT the first one that matches a module wins.
+    ``trainable_token_indices`` are rows by module name, None for the input embedding.
+    ``target_modules`` is None where the file leaves them to the architecture's default.
     """
 
     r: int
     lora_alpha: float
     target_modules: Targets
-    exclude_modules: tuple[str, ...] = ()
-    rank_pattern: tuple[tuple[str, int], ...] = ()
-    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    exclude_modules: tuple[str, ...] | Expression = ()
+    rank_pattern: tuple[tuple[str | Expression, int], ...] = ()
+    alpha_pattern: tuple[tuple[str | Expression, float], ...] = ()
     use_rslora: bool = False
     use_dora: bool = False
+    lora_bias: bool = False
     layers_to_transform: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
+    trainable_token_indices: Rows = ()
+    modules_to_save: tuple[str, ...] = ()
+    task_type: str | None = None
     peft_type: Literal["LORA"] = "LORA"
 
-
-class _ValueRefusedError(Exception):
-    def __init__(self, code: Code, expected: str, value: Any) -> None:
-        super().__init__(expected)
-        self.code = code
-        self.expected = expected
-        self.value = value
-
-
-_Reader = Callable[[Any], Any]
+    @property
+    def declared_targets(self) -> tuple[str, ...] | str | None:
+        """``target_modules`` as a declaration states them: an expression as its text."""
+        targets = self.target_modules
+        return targets.text if isinstance(targets, Expression) else targets
 
 
 def peft_config_parse(content: bytes) -> tuple[LoraConfig | None, tuple[Finding, ...]]:
@@ -70,26 +77,47 @@ def peft_config_parse(content: bytes) -> tuple[LoraConfig | None, tuple[Finding,
     if not isinstance(document, dict):
         got = type(document).__name__
         return None, (_finding(Code.CONFIG_MALFORMED, "", "a JSON object", got),)
-    findings = [*_unknown(document), *_fixed(document)]
-    values: dict[str, Any] = {}
-    for name, (reader, needed) in _READ.items():
-        if name not in document:
-            if needed:
-                findings.append(_finding(Code.CONFIG_VALUE, name, "a value", "none"))
-            continue
-        try:
-            values[name] = reader(document[name])
-        except _ValueRefusedError as refusal:
-            findings.append(_finding(refusal.code, name, refusal.expected, shown(refusal.value)))
+    values, findings = _read(document)
+    if any(finding.code is Code.PEFT_TYPE_UNSUPPORTED for finding in findings):
+        # The fields of another type are unknown here, and saying so of each would hide the reason.
+        return None, tuple(f for f in findings if f.code is Code.PEFT_TYPE_UNSUPPORTED)
+    findings += [*_unknown(document), *_fixed(document)]
     if findings:
         return None, tuple(findings)
-    config = LoraConfig(**{name: values[name] for name in _SERVED if name in values})
-    findings = _combination(config)
+    config = LoraConfig(target_modules=values.pop("target_modules", None), **_served(values))
+    findings = [_finding(*parts) for parts in _combinations(config, values)]
     return (None, tuple(findings)) if findings else (config, ())
 
 
+def _served(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in SERVED_FIELDS}
+
+
+def _read(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    values: dict[str, Any] = {}
+    findings = []
+    table = {**SERVED_FIELDS, **{name: (read, False) for name, read in HARMLESS_FIELDS.items()}}
+    for name, (reader, needed) in table.items():
+        if name not in document:
+            if needed:
+                code = Code.PEFT_TYPE_UNSUPPORTED if name == "peft_type" else Code.CONFIG_VALUE
+                expected = "'LORA'" if name == "peft_type" else "a value"
+                findings.append(_finding(code, name, expected, "none"))
+            continue
+        try:
+            values[name] = reader(document[name])
+        except ValueRefusedError as refusal:
+            findings.append(_finding(refusal.code, name, refusal.expected, shown(refusal.value)))
+    return values, findings
+
+
 def _unknown(document: Mapping[str, Any]) -> list[Finding]:
-    known = _READ.keys() | _DEFAULTS.keys() | _FORBIDDEN.keys()
+    known = (
+        SERVED_FIELDS.keys()
+        | HARMLESS_FIELDS.keys()
+        | DEFAULT_FIELDS.keys()
+        | FORBIDDEN_FIELDS.keys()
+    )
     return [
         _finding(Code.CONFIG_FIELD_UNKNOWN, name, "a field of peft 0.21's LoraConfig", "an unknown")
         for name in document
@@ -100,12 +128,14 @@ def _unknown(document: Mapping[str, Any]) -> list[Finding]:
 def _fixed(document: Mapping[str, Any]) -> list[Finding]:
     findings = []
     for table, code in (
-        (_DEFAULTS, Code.CONFIG_OPTION_UNSUPPORTED),
-        (_FORBIDDEN, Code.CONFIG_FIELD_FORBIDDEN),
+        (DEFAULT_FIELDS, Code.CONFIG_OPTION_UNSUPPORTED),
+        (FORBIDDEN_FIELDS, Code.CONFIG_FIELD_FORBIDDEN),
     ):
         for name, allowed in table.items():
             if name in document and not any(_same(document[name], value) for value in allowed):
                 expected = " or ".join(repr(value) for value in allowed) or "no such field"
+                if name == "auto_mapping":
+                    expected = "None (set task_type, and PEFT leaves it out)"
                 findings.append(_finding(code, name, expected, shown(document[name])))
     return findings
 
@@ -117,22 +147,82 @@ def _same(value: Any, allowed: Any) -> bool:
     return type(value) is type(allowed) and bool(value == allowed)
 
 
-def _combination(config: LoraConfig) -> list[Finding]:
-    if not config.layers_to_transform:
+_Parts = tuple[Code, str, str, str]
+
+
+def _combinations(config: LoraConfig, values: Mapping[str, Any]) -> list[_Parts]:
+    """Options that PEFT refuses beside each other, or reads in a way that nobody means."""
+    return [
+        *_layer_options(config),
+        *_target_options(config),
+        *_variant_options(config, values),
+        *_parameter_options(config, values),
+    ]
+
+
+def _layer_options(config: LoraConfig) -> list[_Parts]:
+    found: list[_Parts] = []
+    targets = config.target_modules
+    if config.layers_pattern and not config.layers_to_transform:
+        expected = "layers_to_transform beside it"
+        found.append((Code.CONFIG_VALUE, "layers_pattern", expected, "none"))
+    if config.layers_to_transform and not isinstance(targets, tuple):
+        expected = "null unless target_modules is a list"
+        found.append((Code.CONFIG_VALUE, "layers_to_transform", expected, "a list"))
+    return found
+
+
+def _target_options(config: LoraConfig) -> list[_Parts]:
+    targets = config.target_modules
+    if not isinstance(targets, tuple):
         return []
-    if config.target_modules == ALL_LINEAR:
-        expected = "null with target_modules 'all-linear'"
-        return [_finding(Code.CONFIG_VALUE, "layers_to_transform", expected, "a list")]
-    if len(config.target_modules) >= _PEFT_SHORTENS_FROM:
-        return [
-            _finding(
-                Code.CONFIG_OPTION_UNSUPPORTED,
-                "layers_to_transform",
-                f"fewer than {_PEFT_SHORTENS_FROM} names in target_modules beside it",
-                f"{len(config.target_modules)} names",
-            )
-        ]
+    if not targets and not config.target_parameters:
+        expected = "at least one module name, or target_parameters"
+        return [(Code.CONFIG_VALUE, "target_modules", expected, "an empty list")]
+    if len(targets) < _PEFT_SHORTENS_FROM:
+        return []
+    if config.layers_to_transform or not _EMBEDDINGS.isdisjoint(targets):
+        expected = (
+            f"fewer than {_PEFT_SHORTENS_FROM} names beside layers_to_transform or an embedding "
+            "(PEFT would shorten the list)"
+        )
+        got = f"{len(targets)} names"
+        return [(Code.CONFIG_OPTION_UNSUPPORTED, "target_modules", expected, got)]
     return []
+
+
+def _variant_options(config: LoraConfig, values: Mapping[str, Any]) -> list[_Parts]:
+    if not config.lora_bias:
+        return []
+    if config.use_dora:
+        return [(Code.CONFIG_VALUE, "lora_bias", "false with use_dora", "true")]
+    if not values.get("init_lora_weights", True):
+        expected = "init_lora_weights true or false beside it"
+        return [(Code.CONFIG_VALUE, "lora_bias", expected, "another start")]
+    return []
+
+
+def _parameter_options(config: LoraConfig, values: Mapping[str, Any]) -> list[_Parts]:
+    if not config.target_parameters:
+        return []
+    field = "target_parameters"
+    refused = {
+        "lora_dropout": "0",
+        "fan_in_fan_out": "false",
+        "lora_bias": "false",
+        "use_dora": "false",
+    }
+    found: list[_Parts] = [
+        (Code.CONFIG_VALUE, name, f"{expected} with {field}", shown(values[name]))
+        for name, expected in refused.items()
+        if values.get(name)
+    ]
+    match = _NUMBERS.match(values.get("peft_version") or "")
+    if match is None or (int(match[1]), int(match[2])) < _PARAMETERS_SINCE:
+        expected = "peft_version 0.19 or newer beside it: older ones laid the tensors out otherwise"
+        got = str(values.get("peft_version"))
+        found.append((Code.CONFIG_OPTION_UNSUPPORTED, field, expected, got))
+    return found
 
 
 def _finding(code: Code, name: str, expected: str, got: str) -> Finding:
@@ -140,188 +230,4 @@ def _finding(code: Code, name: str, expected: str, got: str) -> Finding:
     return refuse(Check.PEFT_CONFIG, code, where, expected, got)
 
 
-# Readers: the value as it is served, or _ValueRefusedError. Nothing is coerced.
-
-
-def _value(expected: str, value: Any) -> _ValueRefusedError:
-    return _ValueRefusedError(Code.CONFIG_VALUE, expected, value)
-
-
-def _peft_type(value: Any) -> str:
-    if value != "LORA":
-        raise _ValueRefusedError(Code.PEFT_TYPE_UNSUPPORTED, "'LORA'", value)
-    return "LORA"
-
-
-def _task_type(value: Any) -> None:
-    if value is not None and value != "CAUSAL_LM":
-        raise _ValueRefusedError(Code.CONFIG_OPTION_UNSUPPORTED, "'CAUSAL_LM' or null", value)
-
-
-def _init(value: Any) -> None:
-    # pissa, olora and their kin change the base's weights when they are loaded.
-    if not isinstance(value, bool) and value != "gaussian":
-        expected = "true, false or 'gaussian'"
-        raise _ValueRefusedError(Code.CONFIG_OPTION_UNSUPPORTED, expected, value)
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _value("true or false", value)
-    return value
-
-
-def _rank(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= limits.RANK:
-        raise _value(f"an integer from 1 to {limits.RANK}", value)
-    return value
-
-
-def _alpha(value: Any) -> float:
-    # json_parse has refused NaN and Infinity.
-    if type(value) not in (int, float) or not 0 < value <= limits.ALPHA:
-        raise _value(f"a number over 0, at most {limits.ALPHA}", value)
-    return float(value)
-
-
-def _dropout(value: Any) -> None:
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        raise _value("a number from 0 to below 1", value)
-
-
-def _text_or_null(value: Any) -> None:
-    if value is not None and not (
-        isinstance(value, str) and len(value) <= 1024 and value.isprintable()
-    ):
-        raise _value("null or up to 1024 printable characters", value)
-
-
-def _version_or_null(value: Any) -> None:
-    if value is not None and not (isinstance(value, str) and _VERSION.fullmatch(value)):
-        raise _value("null or a version", value)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > limits.TARGETS:
-        raise _value(f"a list of up to {limits.TARGETS} module names", value)
-    for name in value:
-        if (
-            not isinstance(name, str)
-            or len(name) > limits.TENSOR_NAME_CHARS
-            or not _NAME.fullmatch(name)
-        ):
-            raise _value("module names: A-Z a-z 0-9 _ - in parts joined by single dots", name)
-    if len(set(value)) != len(value):
-        raise _value("each module name once", value)
-    return tuple(sorted(value))
-
-
-def _targets(value: Any) -> Targets:
-    if value == ALL_LINEAR:
-        return ALL_LINEAR
-    if isinstance(value, str):
-        raise _ValueRefusedError(
-            Code.CONFIG_OPTION_UNSUPPORTED,
-            "a list of module names or 'all-linear' (regular expressions are not served yet)",
-            value,
-        )
-    targets = _names(value)
-    if not targets:
-        raise _value("at least one module name", value)
-    return targets
-
-
-def _excluded(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise _ValueRefusedError(
-            Code.CONFIG_OPTION_UNSUPPORTED,
-            "a list of module names or null (regular expressions are not served yet)",
-            value,
-        )
-    return () if value is None else _names(value)
-
-
-def _layers(value: Any) -> tuple[int, ...]:
-    layers = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(layer) is int and 0 <= layer <= limits.CATALOG_MODULES for layer in layers):
-        raise _value("null, a layer number or a list of them", value)
-    if len(set(layers)) != len(layers) or len(layers) > limits.TARGETS:
-        raise _value(f"up to {limits.TARGETS} layer numbers, each once", value)
-    return tuple(sorted(layers))
-
-
-def _pattern(read: _Reader) -> _Reader:
-    def reader(value: Any) -> tuple[tuple[str, Any], ...]:
-        if value is None:
-            return ()
-        if not isinstance(value, dict) or len(value) > limits.TARGETS:
-            raise _value(f"an object of up to {limits.TARGETS} patterns", value)
-        for key in value:
-            if len(key) > limits.TENSOR_NAME_CHARS or not _PATTERN.fullmatch(key):
-                raise _ValueRefusedError(
-                    Code.CONFIG_OPTION_UNSUPPORTED,
-                    "keys of A-Z a-z 0-9 _ - . only (other regular expressions are not served yet)",
-                    key,
-                )
-        return tuple((key, read(item)) for key, item in value.items())
-
-    return reader
-
-
-# The table: field -> (reader, required). Served fields first, then those without effect here.
-_READ: Final[Mapping[str, tuple[_Reader, bool]]] = {
-    "peft_type": (_peft_type, True),
-    "r": (_rank, True),
-    "lora_alpha": (_alpha, True),
-    "target_modules": (_targets, True),
-    "exclude_modules": (_excluded, False),
-    "rank_pattern": (_pattern(_rank), False),
-    "alpha_pattern": (_pattern(_alpha), False),
-    "use_rslora": (_bool, False),
-    "use_dora": (_bool, False),
-    "layers_to_transform": (_layers, False),
-    "task_type": (_task_type, False),
-    "init_lora_weights": (_init, False),
-    "lora_dropout": (_dropout, False),
-    "inference_mode": (_bool, False),
-    # PEFT sets it from the module's class itself, for Linear and Conv1D alike.
-    "fan_in_fan_out": (_bool, False),
-    "base_model_name_or_path": (_text_or_null, False),
-    "revision": (_text_or_null, False),
-    "peft_version": (_version_or_null, False),
-}
-_SERVED: Final = tuple(list(_READ)[:10])
-
-# Not built yet: accepted only with one of these values, and named when refused.
-_DEFAULTS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "bias": ("none",),
-    "ensure_weight_tying": (False,),
-    "kasa_config": (None,),
-    "layer_replication": (None,),
-    "layers_pattern": (None, [], ""),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "monteclora_config": (None,),
-    "qalora_group_size": (16,),
-    "runtime_config": (None, {"ephemeral_gpu_offload": False}),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-    "use_bdlora": (None, False),
-    "use_qalora": (False,),
-    "velora_config": (None,),
-}
-
-# These import modules or read files that the config names.
-_FORBIDDEN: Final[Mapping[str, tuple[Any, ...]]] = {
-    "auto_map": (),
-    "auto_mapping": (None,),
-    "corda_config": (None,),
-    "custom_modules": (None,),
-    "eva_config": (None,),
-    "loftq_config": (None, {}),
-    "lora_ga_config": (None,),
-    "megatron_config": (None,),
-    "megatron_core": (None, "megatron.core"),
-}
+__all__ = ["ALL_LINEAR", "Expression", "LoraConfig", "Targets", "peft_config_parse"]

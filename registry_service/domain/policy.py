@@ -15,7 +15,8 @@ from registry_service.domain.errors import ForbiddenError, RefusedError
 class AdmissionPolicy:
     """The rules under which a verdict was given; their digest stands in the verdict.
 
-    Sizes in bytes, lifetimes in seconds.
+    Sizes in bytes, lifetimes in seconds. ``full_tensors`` is the tenant's: its adapters may hold
+    whole tensors of the base (``modules_to_save``, embedding copies) beside LoRA's.
     """
 
     version: int = 1
@@ -24,6 +25,7 @@ class AdmissionPolicy:
     verdict_seconds: int = limits.VERDICT_SECONDS
     max_rank: int = limits.RANK
     max_weight_bytes: int = limits.WEIGHT_BYTES
+    full_tensors: bool = False
 
     @property
     def digest(self) -> Digest:

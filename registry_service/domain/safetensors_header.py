@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from registry_service.domain import limits
+from registry_service.domain.canonical import too_deep, without_strings
 from registry_service.domain.findings import Check, Code, Finding, refuse
 from registry_service.domain.text import shown
 
-_LENGTH_BYTES: Final = 8
-HEADER_PREFIX_BYTES: Final = _LENGTH_BYTES + limits.SAFETENSORS_HEADER_BYTES
+LENGTH_BYTES: Final = 8
+HEADER_PREFIX_BYTES: Final = LENGTH_BYTES + limits.SAFETENSORS_HEADER_BYTES
 ALLOWED_DTYPES: Final = ("F32", "F16", "BF16")
 
 # Bytes per element of what the format knows; all but ALLOWED_DTYPES are refused by name.
@@ -45,10 +46,10 @@ _DTYPE_BYTES: Final = {
 _WHERE: Final = "adapter_model.safetensors"
 _FIELDS: Final = ["data_offsets", "dtype", "shape"]
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
-# An unclosed string matches to the end: failing there would start again at every quote (quadratic).
-_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
 _PADDING: Final = re.compile(rb"[\t\r\n]|  ")
 _MAX_PAD: Final = 7
+# The header, a tensor, its shape.
+_DEPTH: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,17 @@ class _Object(tuple[tuple[str, Any], ...]):
     __slots__ = ()
 
 
+def header_end(start: bytes) -> int:
+    """Where a header ends, from the file's first ``LENGTH_BYTES``: all that the checks read of it.
+
+    A length over the limit is refused for itself, so nothing more is read for it.
+    """
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    return LENGTH_BYTES + (length if length <= limits.SAFETENSORS_HEADER_BYTES else 0)
+
+
 def header_parse(prefix: bytes, file_size: int) -> tuple[Header | None, tuple[Finding, ...]]:
-    """Read the header from a file's first ``HEADER_PREFIX_BYTES`` (or all, if it is shorter).
+    """Read the header from a file's first ``header_end`` bytes, or more of them.
 
     The header is None when it cannot be read; with findings about single tensors it is returned,
     so that the structure check can still say what is wrong with them.
@@ -111,9 +121,9 @@ def header_parse(prefix: bytes, file_size: int) -> tuple[Header | None, tuple[Fi
 
 
 def _header_text(prefix: bytes, file_size: int) -> tuple[str, int]:
-    if len(prefix) < _LENGTH_BYTES or file_size < _LENGTH_BYTES:
+    if len(prefix) < LENGTH_BYTES or file_size < LENGTH_BYTES:
         raise _malformed("8 bytes of header length", f"{file_size} bytes in all")
-    length = int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     # The length alone is enough to refuse: nothing of the header has to be read for it.
     if length > limits.SAFETENSORS_HEADER_BYTES:
         raise _RefusalError(
@@ -125,17 +135,19 @@ def _header_text(prefix: bytes, file_size: int) -> tuple[str, int]:
                 f"{length} bytes",
             )
         )
-    end = _LENGTH_BYTES + length
+    end = LENGTH_BYTES + length
     if end > file_size or end > len(prefix):
         raise _malformed(f"a header of {length} bytes", f"a file of {file_size} bytes")
     if end % 8:
         raise _malformed("tensor data that starts at a multiple of 8 bytes", f"byte {end}")
-    raw = prefix[_LENGTH_BYTES:end]
+    raw = prefix[LENGTH_BYTES:end]
     if not raw.startswith(b"{"):
         raise _malformed("a header that starts with {", shown(raw[:8].decode("latin-1")))
     body = raw.rstrip(b" ")
-    if len(raw) - len(body) > _MAX_PAD or _PADDING.search(_STRINGS.sub(b"", body)):
+    if len(raw) - len(body) > _MAX_PAD or _PADDING.search(without_strings(body)):
         raise _malformed(f"at most {_MAX_PAD} spaces of padding, at the end", "more padding")
+    if too_deep(body, _DEPTH):
+        raise _malformed(f"at most {_DEPTH} levels of nesting", "more")
     try:
         return body.decode("utf-8"), end
     except UnicodeDecodeError as error:
@@ -151,7 +163,7 @@ def _json_pairs(text: str) -> _Object:
             parse_float=_no_number,
             parse_constant=_no_number,
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _malformed("strict JSON", shown(str(error))) from error
     if not isinstance(value, _Object):
         raise _malformed("a JSON object", type(value).__name__)

@@ -1,49 +1,51 @@
 """Check 5: the header's keys equal the expected keys, with exact shapes, ranks and dtypes.
 
 A key too many is as fatal as one too few: PEFT copies a key that names a base tensor into the
-base, and one with another adapter's name into that adapter, both without a word.
+base, and one with another adapter's name into that adapter, both without a word. The known
+deviations come first, since reports are cut at a limit.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Final
+from dataclasses import replace
 
 from registry_service.domain.catalog import Catalog
-from registry_service.domain.expected_tensors import KEY_PREFIX, Expectation, ExpectedTensors
+from registry_service.domain.deviations import deviations
+from registry_service.domain.expected_tensors import Expectation, ExpectedTensors
 from registry_service.domain.findings import Check, Code, Finding, refuse
+from registry_service.domain.key_forms import adapter_name_of, plain_name
 from registry_service.domain.safetensors_header import Header, TensorInfo
-
-_WITH_ADAPTER_NAME: Final = re.compile(
-    r"(?P<lora>.*\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))"
-    r"\.(?P<adapter>.+?)(?:\.(?:weight|bias))?"
-)
-_WRAPPERS: Final = re.compile(r"\.(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?)(?=\.)")
 
 
 def structure_check(
     header: Header, expected: ExpectedTensors, catalog: Catalog
 ) -> tuple[Finding, ...]:
-    """All differences between what the file holds and what it has to hold."""
-    findings = list(expected.findings)
-    base_names: frozenset[str] | None = None
+    """All differences between what the file holds and what it has to hold.
+
+    The known deviations first, then what the selection found, then tensor by tensor.
+    """
+    present = frozenset(tensor.name for tensor in header.tensors)
+    if not present.isdisjoint(expected.copies):
+        expected = replace(expected, tensors={**expected.tensors, **expected.copies})
+    if not expected.findings and expected.tensors.keys() == present:
+        # Names as they should be: only shapes and dtypes are left to look at.
+        base_names: frozenset[str] = frozenset()
+    else:
+        base_names = _base_names(catalog)
+    singles = list(expected.findings)
     for tensor in header.tensors:
         expectation = expected.tensors.get(tensor.name)
         if expectation is not None:
-            findings += _compared(tensor, expectation)
-            continue
-        if base_names is None:
-            base_names = _base_names(catalog)
+            singles += _compared(tensor, expectation)
         # Without an expectation to compare with, only what is wrong on any base is said.
-        if not expected.findings or _code(tensor.name, base_names) is not Code.UNEXPECTED_TENSOR:
-            findings.append(_unexpected(tensor, base_names))
-    present = {tensor.name for tensor in header.tensors}
-    findings += [
+        elif not expected.findings or _code(tensor.name, base_names) is not Code.UNEXPECTED_TENSOR:
+            singles.append(_unexpected(tensor, base_names))
+    singles += [
         _finding(Code.MISSING_TENSOR, name, _shape(expectation.shape), "no tensor")
         for name, expectation in expected.tensors.items()
         if name not in present
     ]
-    return tuple(findings)
+    return (*deviations(header, expected, catalog), *singles) if singles else ()
 
 
 def _compared(tensor: TensorInfo, expectation: Expectation) -> list[Finding]:
@@ -78,11 +80,9 @@ def _base_names(catalog: Catalog) -> frozenset[str]:
 
 
 def _code(name: str, base_names: frozenset[str]) -> Code:
-    plain = _WRAPPERS.sub("", name.removeprefix(KEY_PREFIX))
-    if plain in base_names or plain.removeprefix("_orig_mod.") in base_names:
+    if plain_name(name) in base_names:
         return Code.BASE_TENSOR
-    match = _WITH_ADAPTER_NAME.fullmatch(name)
-    if match and match["adapter"] not in ("weight", "bias"):
+    if adapter_name_of(name) is not None:
         return Code.ADAPTER_NAME_IN_KEY
     return Code.UNEXPECTED_TENSOR
 
@@ -93,8 +93,7 @@ def _unexpected(tensor: TensorInfo, base_names: frozenset[str]) -> Finding:
     if code is Code.BASE_TENSOR:
         return _finding(code, tensor.name, "no tensor of the base", got)
     if code is Code.ADAPTER_NAME_IN_KEY:
-        match = _WITH_ADAPTER_NAME.fullmatch(tensor.name)
-        name = match["adapter"] if match else ""
+        name = adapter_name_of(tensor.name) or ""
         return _finding(code, tensor.name, "a key without an adapter's name", name)
     return _finding(code, tensor.name, "no tensor of this name", got)
 

@@ -21,7 +21,12 @@ from registry_service.domain.catalog import Catalog
 from registry_service.domain.declaration import Declaration, declaration_parse
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import MalformedError
-from registry_service.domain.expected_tensors import expected_tensors
+from registry_service.domain.expected_tensors import (
+    ExpectedTensors,
+    expected_tensors,
+    scaling_check,
+)
+from registry_service.domain.expressions import Matcher, Matches, matches_of
 from registry_service.domain.file_set import FileFact, file_set_check
 from registry_service.domain.findings import Check, Code, Finding, refuse, refused, review
 from registry_service.domain.manifest import (
@@ -32,10 +37,13 @@ from registry_service.domain.manifest import (
     WEIGHT_PATH,
 )
 from registry_service.domain.peft_config import LoraConfig, peft_config_parse
+from registry_service.domain.report import ModuleGroup, modules_group
 from registry_service.domain.safetensors_header import Header, header_parse
 from registry_service.domain.structure import structure_check
+from registry_service.domain.tokenizer_files import ARGUMENT_PATHS, tokenizer_file_check
 
 TEMPLATE_PATHS: Final = file_set.TEMPLATE_PATHS
+WHOLE_PATHS: Final = file_set.WHOLE_PATHS
 _REPORT_PATH: Final = "evaluation-report.json"
 _TOKENIZER_FILES: Final = TOKENIZER_PATHS - {"chat_template.jinja"}
 
@@ -55,18 +63,24 @@ class BaseFacts:
 class OwnFacts:
     """Digests of what the adapter brings along; None for what it does not bring.
 
-    ``template_fault`` says why its chat template cannot be read.
+    ``template_fault`` says why its chat template cannot be read; ``tokenizer_findings`` are those
+    about the tokenizer files in ``tokenizer_read``.
     """
 
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
     evaluation_report_digest: str | None = None
     template_fault: str | None = None
+    tokenizer_read: frozenset[str] = frozenset()
+    tokenizer_findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """All that the static checks look at. ``weight_size`` is in bytes."""
+    """All that the static checks look at. ``weight_size`` is in bytes.
+
+    ``full_tensors`` is the tenant's policy on whole modules in an adapter.
+    """
 
     files: tuple[FileFact, ...]
     header_prefix: bytes | None
@@ -77,19 +91,33 @@ class StaticInputs:
     base: BaseFacts
     own: OwnFacts | None = None
     declaration_required: bool = True
+    full_tensors: bool = False
     max_rank: int = limits.RANK
     max_weight_bytes: int = limits.WEIGHT_BYTES
 
 
-def own_facts(digests: Mapping[str, Digest], templates: Mapping[str, bytes]) -> OwnFacts:
+@dataclass(frozen=True, slots=True)
+class StaticReport:
+    """What the checks found, and what the config says the adapter changes: rank and scaling.
+
+    ``modules`` is empty where that cannot be told.
+    """
+
+    findings: tuple[Finding, ...]
+    modules: tuple[ModuleGroup, ...]
+
+
+def own_facts(digests: Mapping[str, Digest], whole: Mapping[str, bytes]) -> OwnFacts:
     """The facts about an adapter's own tokenizer, template and report.
 
-    ``digests`` are those of all its files, ``templates`` the bytes of its ``TEMPLATE_PATHS``.
+    ``digests`` are those of all its files, ``whole`` the bytes of its ``WHOLE_PATHS``.
     """
     brings = digests.keys() & _TOKENIZER_FILES
+    arguments = whole.keys() & ARGUMENT_PATHS
     template, fault = None, None
     try:
-        template = chat_template_digest(chat_template_of(templates)) if templates else None
+        if whole.keys() & TEMPLATE_PATHS:
+            template = chat_template_digest(chat_template_of(whole))
     except MalformedError as error:
         fault = error.message
     return OwnFacts(
@@ -97,16 +125,30 @@ def own_facts(digests: Mapping[str, Digest], templates: Mapping[str, bytes]) -> 
         chat_template_digest=template,
         evaluation_report_digest=digests.get(_REPORT_PATH),
         template_fault=fault,
+        tokenizer_read=frozenset(arguments),
+        tokenizer_findings=tuple(
+            finding
+            for path in sorted(arguments)
+            for finding in tokenizer_file_check(path, whole[path])
+        ),
     )
 
 
-def static_check(inputs: StaticInputs, library: LibraryCheck | None = None) -> tuple[Finding, ...]:
-    """Checks 1 to 5 and 8 on one adapter."""
+def static_check(
+    inputs: StaticInputs,
+    library: LibraryCheck | None = None,
+    matcher: Matcher | None = None,
+) -> StaticReport:
+    """Checks 1 to 5 and 8 on one adapter. Without a ``matcher`` an expression is refused.
+
+    Raises:
+        UnavailableError: a fault of the matcher's machine.
+    """
     required = REQUIRED_PATHS
     if not inputs.declaration_required:
         required -= {DECLARATION_PATH}
     # 1. The file set.
-    findings = list(file_set_check(inputs.files, required))
+    findings = [*file_set_check(inputs.files, required), *_tokenizer(inputs)]
     # 2. The safetensors header, by our reader and then by the library's.
     header, header_findings = _header(inputs, library)
     findings += header_findings
@@ -116,17 +158,32 @@ def static_check(inputs: StaticInputs, library: LibraryCheck | None = None) -> t
     # 4. The declaration agrees with config, base and files.
     findings += _declaration(inputs, config)
     # 5. The header's keys are the expected keys.
+    modules: tuple[ModuleGroup, ...] = ()
     if header is not None and config is not None:
-        expected = expected_tensors(inputs.catalog, config)
-        findings += structure_check(header, expected, inputs.catalog)
+        expected, expression_findings = _tensors_expected(inputs, config, matcher)
+        findings += expression_findings
+        if expected is not None:
+            findings += structure_check(header, expected, inputs.catalog)
+            findings += scaling_check(expected)
+            modules = modules_group(expected)
     # 8. The tenant's limits.
     findings += _limits(inputs, config)
-    return tuple(findings)
+    return StaticReport(tuple(findings), modules)
 
 
 def verdict_of(findings: Sequence[Finding]) -> Literal["pass", "refuse"]:
     """``refuse`` when at least one finding refuses."""
     return "refuse" if refused(tuple(findings)) else "pass"
+
+
+def _tokenizer(inputs: StaticInputs) -> list[Finding]:
+    own = inputs.own or OwnFacts()
+    paths = {file.path for file in inputs.files} & ARGUMENT_PATHS
+    unread = [
+        refuse(Check.FILE_SET, Code.CONTENT_UNKNOWN, path, "a file that can be read", "not read")
+        for path in sorted(paths - own.tokenizer_read)
+    ]
+    return [*own.tokenizer_findings, *unread]
 
 
 def _header(
@@ -148,6 +205,26 @@ def _config(inputs: StaticInputs) -> tuple[LoraConfig | None, list[Finding]]:
     return config, list(findings)
 
 
+def _tensors_expected(
+    inputs: StaticInputs, config: LoraConfig, matcher: Matcher | None
+) -> tuple[ExpectedTensors | None, list[Finding]]:
+    try:
+        matches = matches_of(inputs.catalog, config, matcher or _no_matcher)
+    except MalformedError as error:
+        expected = "expressions that compile and end within their bound"
+        return None, [
+            refuse(Check.STRUCTURE, Code.EXPRESSION_REFUSED, CONFIG_PATH, expected, error.message)
+        ]
+    expected_set = expected_tensors(
+        inputs.catalog, config, matches, full_tensors=inputs.full_tensors
+    )
+    return expected_set, []
+
+
+def _no_matcher(expressions: Sequence[str], names: Sequence[str]) -> Matches:
+    raise MalformedError("no expressions are matched here; write the module names out as a list")
+
+
 def _declaration(inputs: StaticInputs, config: LoraConfig | None) -> list[Finding]:
     if inputs.declaration is None:
         needed = inputs.declaration_required
@@ -167,6 +244,7 @@ def _declaration(inputs: StaticInputs, config: LoraConfig | None) -> list[Findin
     return [
         *_against_config(declaration, config),
         *_mismatch("baseModelDigest", inputs.catalog.base_digest, declaration.base_model_digest),
+        *_against_quantization(declaration, inputs.catalog),
         *_against_files(declaration, inputs),
     ]
 
@@ -178,8 +256,18 @@ def _against_config(declaration: Declaration, config: LoraConfig | None) -> list
         *_mismatch("peftType", config.peft_type, declaration.peft_type),
         *_mismatch("rank", config.r, declaration.rank),
         *_mismatch("alpha", config.lora_alpha, declaration.alpha),
-        *_mismatch("targetModules", config.target_modules, declaration.target_modules),
+        *_mismatch("targetModules", config.declared_targets, declaration.target_modules),
     ]
+
+
+def _against_quantization(declaration: Declaration, catalog: Catalog) -> list[Finding]:
+    """Trained on differently rounded weights: allowed, and a person has to look at it."""
+    trained = declaration.base_quantization
+    if trained == catalog.quantization:
+        return []
+    where = f"{DECLARATION_PATH}: baseQuantization"
+    expected = f"the base's {catalog.quantization}"
+    return [review(Check.DECLARATION, Code.QUANTIZATION_DIFFERS, where, expected, trained)]
 
 
 def _against_files(declaration: Declaration, inputs: StaticInputs) -> list[Finding]:

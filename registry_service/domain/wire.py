@@ -51,8 +51,44 @@ class Finding(Wire):
     severity: Severity
 
 
+class ModuleState(Wire):
+    """Modules of one pattern in one version; without LoRA they have no rank and no scaling."""
+
+    count: Positive
+    rank: Positive | None
+    scaling: float | None
+
+
+class ModuleChange(Wire):
+    """Modules that differ by their layer only, before and now; a norm is null if not measured."""
+
+    pattern: str
+    change: Literal["added", "removed", "changed", "same"]
+    before: tuple[ModuleState, ...]
+    now: tuple[ModuleState, ...]
+    norm_before: float | None
+    norm_now: float | None
+
+
+class Comparison(Wire):
+    """An artifact against the version that an alias points to; modules are null if not kept."""
+
+    alias: Name
+    generation: Positive
+    adapter_digest: DigestText
+    rank_before: Positive
+    rank_now: Positive
+    alpha_before: float
+    alpha_now: float
+    modules: tuple[ModuleChange, ...] | None
+
+
 class Report(Wire):
-    """All findings of one scan or one validation."""
+    """All findings of one scan or one validation.
+
+    ``comparison`` stands in the newest scan, where an alias points to another version on the same
+    base; it is null elsewhere.
+    """
 
     stage: Literal["scan", "validate"]
     attempt: Positive
@@ -66,6 +102,7 @@ class Report(Wire):
     versions: dict[str, str]
     sandbox: bool | None
     measurements: dict[str, Any]
+    comparison: tuple[Comparison, ...] | None
 
 
 class Artifact(Wire):
@@ -78,7 +115,7 @@ class Artifact(Wire):
     base_model_digest: DigestText
     peft_type: str
     rank: Annotated[int, Field(ge=1, le=limits.RANK)]
-    target_modules: tuple[str, ...] | Literal["all-linear"]
+    target_modules: tuple[str, ...] | str
     max_replicas: Positive
     state: State
     revision: Positive
@@ -269,6 +306,8 @@ class CatalogMaker(Wire):
 
     worker: Name
     catalog_digest: DigestText
+    model_class: str
+    transformers_version: str
     at: AwareDatetime
 
 
@@ -279,6 +318,9 @@ class Base(Wire):
     base_model_digest: DigestText
     state: Literal["PENDING", "USABLE", "CONFLICTED"]
     catalog_digest: DigestText | None
+    model_class: str | None
+    transformers_version: str | None
+    recatalog: Literal["COLLECTING", "CONFLICTED"] | None
     tokenizer_digest: DigestText
     chat_template_digest: DigestText
     quantization: str
@@ -294,6 +336,7 @@ class Tenant(Wire):
     id: UUID
     name: Name
     state: Literal["ACTIVE", "SUSPENDED"]
+    full_tensors: bool
     created_at: AwareDatetime
 
 
@@ -402,6 +445,9 @@ class BaseSummary(Summary):
 
     name: Annotated[Name, Field(alias=_BASE + "name")]
     catalog_digest: Annotated[DigestText, Field(alias=_BASE + "catalogDigest")]
+    earlier_catalog_digests: Annotated[
+        tuple[DigestText, ...], Field(alias=_BASE + "earlierCatalogDigests")
+    ]
     not_after: Annotated[SecondText, Field(alias=_BASE + "notAfter")]
 
 

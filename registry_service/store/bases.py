@@ -18,7 +18,11 @@ from registry_service.store.database import rows_changed
 
 @dataclass(frozen=True, slots=True)
 class BaseRow:
-    """One base model. It is USABLE once two workers made the same catalog of it."""
+    """One base model. It is USABLE once two workers made the same catalog of it.
+
+    ``round`` numbers the collections of catalogs; ``remaking`` says that this round's is to
+    replace the admitted one.
+    """
 
     digest: Digest
     name: str
@@ -29,6 +33,8 @@ class BaseRow:
     state: str
     catalog_digest: Digest | None
     statement: bytes | None
+    round: int
+    remaking: bool
     created_at: datetime
     created_by: str
 
@@ -147,107 +153,6 @@ def base_file_get(session: Session, digest: str, path: str) -> BaseFile:
     if row is None:
         raise NotFoundError("not found")
     return BaseFile(row.path, row.kind, row.digest, bytes(row.content))
-
-
-def base_admit(
-    session: Session,
-    digest: str,
-    *,
-    state: str,
-    catalog_digest: str | None,
-    statement: bytes | None,
-) -> None:
-    """Set a base's state with the catalog and statement that go with it."""
-    session.execute(
-        text(
-            "UPDATE base SET state = :state, catalog_digest = :catalog, statement = :statement "
-            "WHERE digest = :digest"
-        ),
-        {"state": state, "catalog": catalog_digest, "statement": statement, "digest": digest},
-    )
-
-
-def catalog_insert(
-    session: Session, digest: str, *, worker: str, catalog_digest: str, content: bytes, at: datetime
-) -> bool:
-    """Keep a worker's catalog; False when the worker had handed in the same one.
-
-    Raises:
-        ConflictError: the worker handed in another catalog before.
-    """
-    known = session.execute(
-        text(
-            "SELECT catalog_digest FROM base_catalog "
-            "WHERE base_digest = :digest AND worker = :worker"
-        ),
-        {"digest": digest, "worker": worker},
-    ).scalar_one_or_none()
-    if known is not None:
-        if known != catalog_digest:
-            raise ConflictError(
-                f"expected the catalog {known} that this worker made before, got {catalog_digest}"
-            )
-        return False
-    session.execute(
-        text(
-            "INSERT INTO base_catalog (base_digest, worker, catalog_digest, content, created_at) "
-            "VALUES (:digest, :worker, :catalog, :content, :at)"
-        ),
-        {
-            "digest": digest,
-            "worker": worker,
-            "catalog": catalog_digest,
-            "content": content,
-            "at": at,
-        },
-    )
-    return True
-
-
-def catalog_delete(session: Session, digest: str, worker: str) -> None:
-    """Drop a worker's catalog.
-
-    Raises:
-        NotFoundError: it made none of this base.
-    """
-    if not rows_changed(
-        session,
-        text("DELETE FROM base_catalog WHERE base_digest = :digest AND worker = :worker"),
-        {"digest": digest, "worker": worker},
-    ):
-        raise NotFoundError("not found")
-
-
-def catalog_makers(session: Session, digest: str) -> list[dict[str, Any]]:
-    """Who made which catalog of a base, and when."""
-    rows = session.execute(
-        text(
-            "SELECT worker, catalog_digest, created_at FROM base_catalog "
-            "WHERE base_digest = :digest ORDER BY created_at, worker"
-        ),
-        {"digest": digest},
-    )
-    return [
-        {"worker": r.worker, "catalogDigest": r.catalog_digest, "at": r.created_at} for r in rows
-    ]
-
-
-def catalog_get(session: Session, digest: str, catalog_digest: str) -> bytes:
-    """The bytes of an admitted catalog.
-
-    Raises:
-        NotFoundError: none with this digest.
-    """
-    content = session.execute(
-        text(
-            "SELECT content FROM base_catalog WHERE base_digest = :digest "
-            "AND catalog_digest = :catalog LIMIT 1"
-        ),
-        {"digest": digest, "catalog": catalog_digest},
-    ).scalar_one_or_none()
-    if content is None:
-        raise NotFoundError("not found")
-    return bytes(content)
 
 
 def base_grant_insert(

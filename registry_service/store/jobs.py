@@ -47,13 +47,17 @@ _INSERT = text(
     "'QUEUED', :at, :max_attempts, :at)"
 )
 # Oldest first; a running job whose lease ran out is taken over while it has attempts left. The
-# lease number grows with each claim: a late worker's number no longer matches.
+# lease number grows with each claim: a late worker's number no longer matches. A catalog counts
+# once a worker, so a worker that made one in the base's present round leaves the job to others.
 _CLAIM = text(
     "UPDATE job SET state = 'RUNNING', lease = lease + 1, attempt = attempt + 1, worker = :worker, "
     "lease_until = now() + make_interval(secs => :seconds) WHERE id = ("
     "  SELECT id FROM job WHERE state IN ('QUEUED', 'RUNNING') AND lease_until <= now()"
     "  AND attempt < max_attempts AND kind = ANY(:kinds)"
     "  AND (CAST(:bases AS text[]) IS NULL OR base_digest = ANY(:bases))"
+    "  AND NOT (kind = 'catalog' AND EXISTS (SELECT 1 FROM catalog_maker m JOIN base b"
+    "    ON b.digest = m.base_digest AND b.round = m.round"
+    "    WHERE m.base_digest = job.base_digest AND m.worker = :worker))"
     "  ORDER BY created_at FOR UPDATE SKIP LOCKED LIMIT 1) RETURNING id"
 )
 

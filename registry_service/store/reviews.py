@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID, uuid4
@@ -85,6 +87,31 @@ def report_list(
         }
         for row in rows
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """The newest report of one stage of an artifact, without its findings."""
+
+    artifact_digest: str
+    stage: str
+    digest: str
+    created_at: datetime
+    measurements: dict[str, Any]
+
+
+def measured_list(session: Session, tenant_id: UUID, digests: Sequence[str]) -> list[MeasuredRow]:
+    """The measurements in the newest report of each stage of several artifacts."""
+    rows = session.execute(
+        text(
+            "SELECT DISTINCT ON (artifact_digest, stage) artifact_digest, stage, digest, "
+            "created_at, content->'measurements' AS measurements FROM report "
+            "WHERE tenant_id = :tenant_id AND artifact_digest = ANY(:digests) "
+            "ORDER BY artifact_digest, stage, created_at DESC, digest"
+        ),
+        {"tenant_id": tenant_id, "digests": list(digests)},
+    )
+    return [MeasuredRow(**row._mapping) for row in rows]
 
 
 def review_insert(

@@ -20,11 +20,15 @@ from registry_service.store.database import rows_changed
 
 @dataclass(frozen=True, slots=True)
 class TenantRow:
-    """One tenant; its name is never given to another."""
+    """One tenant; its name is never given to another.
+
+    ``full_tensors`` says that its adapters may hold whole tensors of the base beside LoRA's.
+    """
 
     id: UUID
     name: str
     state: str
+    full_tensors: bool
     created_at: datetime
 
 
@@ -44,6 +48,7 @@ class TokenRow:
 
 
 _AUTHENTICATE = "SELECT * FROM token_authenticate(%s)"
+_TENANT_COLUMNS = "id, name, state, full_tensors, created_at"
 _TOKEN_COLUMNS = (
     "k.tenant_id, t.name AS tenant, k.id, k.subject, k.role, k.created_at, k.created_by, "
     "k.expires_at, k.revoked_at"
@@ -67,7 +72,7 @@ def tenant_insert(session: Session, name: str, at: datetime) -> TenantRow:
         )
     except IntegrityError as error:
         raise ConflictError(f"tenant '{name}' exists; names are never given twice") from error
-    return TenantRow(tenant_id, name, "ACTIVE", at)
+    return TenantRow(tenant_id, name, "ACTIVE", full_tensors=False, created_at=at)
 
 
 def tenant_get(session: Session, name: str, *, lock: bool = False) -> TenantRow:
@@ -76,7 +81,7 @@ def tenant_get(session: Session, name: str, *, lock: bool = False) -> TenantRow:
     Raises:
         NotFoundError: no such tenant.
     """
-    sql = "SELECT id, name, state, created_at FROM tenant WHERE name = :name"
+    sql = f"SELECT {_TENANT_COLUMNS} FROM tenant WHERE name = :name"
     sql += " FOR UPDATE" if lock else ""
     row = session.execute(text(sql), {"name": name}).one_or_none()
     if row is None:
@@ -96,11 +101,19 @@ def tenant_state_set(session: Session, tenant_id: UUID, state: str) -> None:
     )
 
 
+def tenant_full_tensors_set(session: Session, tenant_id: UUID, full_tensors: bool) -> None:
+    """Allow or forbid whole tensors of the base in a tenant's adapters."""
+    session.execute(
+        text("UPDATE tenant SET full_tensors = :full_tensors WHERE id = :id"),
+        {"full_tensors": full_tensors, "id": tenant_id},
+    )
+
+
 def tenant_page(session: Session, *, after: str, limit: int) -> list[TenantRow]:
     """Tenants by name, after a name."""
     rows = session.execute(
         text(
-            "SELECT id, name, state, created_at FROM tenant WHERE name > :after "
+            f"SELECT {_TENANT_COLUMNS} FROM tenant WHERE name > :after "
             "AND name <> 'platform' ORDER BY name LIMIT :limit"
         ),
         {"after": after, "limit": limit},

@@ -28,7 +28,7 @@ def statement_write(
     resource: Digest,
     policy_digest: Digest,
     attestations: tuple[tuple[str, Digest], ...],
-    extensions: dict[str, str],
+    extensions: dict[str, str | list[str]],
 ) -> bytes:
     """A statement as canonical JSON; the first subject is the manifest that is admitted."""
     predicate: dict[str, Any] = {

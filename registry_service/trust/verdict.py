@@ -31,6 +31,7 @@ from registry_service.trust.statement import (
 
 _EXTENSION: Final = "urn:adapter-registry:verdict/v1#"
 _BASE_EXTENSION: Final = "urn:adapter-registry:base/v1#"
+_EARLIER: Final = "earlierCatalogDigests"
 _MANIFEST_NAME: Final = "manifest"
 
 
@@ -54,7 +55,11 @@ class VerdictClaims:
 
 @dataclass(frozen=True, slots=True)
 class BaseClaims:
-    """What the statement that admitted a base says."""
+    """What the statement that admitted a base says.
+
+    ``catalog_digest`` is the catalog that artifacts are checked against from now on. The earlier
+    ones were admitted, too: what was checked against them goes on, and so do nodes that made them.
+    """
 
     base_digest: Digest
     name: str
@@ -63,6 +68,12 @@ class BaseClaims:
     issued_at: datetime
     not_after: datetime
     verifier_id: str
+    earlier_catalog_digests: tuple[Digest, ...] = ()
+
+    @property
+    def catalog_digests(self) -> frozenset[Digest]:
+        """Every catalog that the base was admitted with."""
+        return frozenset({self.catalog_digest, *self.earlier_catalog_digests})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +108,10 @@ def verdict_statement(claims: VerdictClaims) -> bytes:
 
 def base_statement(claims: BaseClaims) -> bytes:
     """The statement that admits a base with its catalog."""
-    extensions = {
+    extensions: dict[str, str | list[str]] = {
         "name": claims.name,
         "catalogDigest": claims.catalog_digest,
+        _EARLIER: list(claims.earlier_catalog_digests),
         "notAfter": time_text(claims.not_after),
     }
     return statement_write(
@@ -228,6 +240,9 @@ def _base_parse(payload: bytes) -> BaseClaims:
         issued_at=time_parse(predicate["timeVerified"]),
         not_after=time_parse(extension["notAfter"]),
         verifier_id=text_read(predicate["verifier"]["id"]),
+        earlier_catalog_digests=tuple(
+            digest_parse(digest) for digest in predicate[_BASE_EXTENSION + _EARLIER]
+        ),
     )
     if not hmac.compare_digest(base_statement(claims), payload):
         raise UntrustedError("statement: has unknown, missing or differently written fields")

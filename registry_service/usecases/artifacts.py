@@ -22,6 +22,7 @@ from registry_service.store.jobs import artifact_job_insert
 from registry_service.store.reviews import report_list, verdict_find
 from registry_service.store.tags import labels_of
 from registry_service.store.tenants import tenant_get
+from registry_service.usecases.comparison import reports_compared
 from registry_service.usecases.context import Context, principal_reading, tenant_scope
 from registry_service.usecases.paging import cursor_decode, limit_check, page
 
@@ -90,14 +91,14 @@ def artifact_reports(
     cursor: str | None,
     limit: int,
 ) -> dict[str, Any]:
-    """Reports of an artifact, oldest first.
+    """Reports of an artifact, oldest first; the newest scan has the comparison with its aliases'.
 
     Raises:
         NotFoundError: no such artifact for this caller.
     """
     after = cursor_decode(cursor, 2)
     with tenant_scope(context, principal, tenant) as scope:
-        artifact_get(scope.session, scope.tenant.id, digest)
+        artifact = artifact_get(scope.session, scope.tenant.id, digest)
         rows = report_list(
             scope.session,
             scope.tenant.id,
@@ -105,6 +106,7 @@ def artifact_reports(
             after=(after[0], after[1]) if after else None,
             limit=limit_check(limit) + 1,
         )
+        rows = reports_compared(scope.session, artifact, rows)
     return page(
         rows,
         limit,

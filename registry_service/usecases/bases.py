@@ -1,42 +1,35 @@
-"""Base models: registration, catalogs made by workers, grants to tenants.
+"""Base models: registration, what they are, grants to tenants.
 
-A base is usable once two different workers made byte-for-byte the same catalog of it, since a
-wrong catalog would void the structure check of every adapter.
+A base is usable once it is admitted with a catalog; ``catalogs`` tells how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta
-from typing import Any, Final
+from datetime import datetime
+from typing import Any
 
 from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.base_model import (
+    base_config_parse,
     chat_template_digest,
     chat_template_of,
     is_tokenizer_file,
-    quantization_of,
     tokenizer_digest,
 )
-from registry_service.domain.catalog import Catalog, catalog_parse
-from registry_service.domain.digests import Digest, digest_equal, digest_of
-from registry_service.domain.errors import (
-    ConflictError,
-    MalformedError,
-    NotFoundError,
-    RefusedError,
-)
+from registry_service.domain.digests import digest_equal, digest_of
+from registry_service.domain.errors import MalformedError, NotFoundError, RefusedError
 from registry_service.domain.manifest import Manifest, manifest_parse
-from registry_service.domain.names import base_name, reason_text, tenant_name
+from registry_service.domain.names import base_name, tenant_name
+from registry_service.domain.quantization import quantization_of
 from registry_service.domain.roles import PLATFORM, Principal
 from registry_service.store import bases as store
+from registry_service.store import catalogs as catalog_store
 from registry_service.store.events import event_append
-from registry_service.store.jobs import job_insert, jobs_open
 from registry_service.store.tenants import tenant_get
-from registry_service.trust.dsse import IN_TOTO, dsse_sign
-from registry_service.trust.verdict import BaseClaims, base_statement
+from registry_service.usecases.catalogs import catalog_work, recatalog_state
 from registry_service.usecases.context import (
     Context,
     principal_reading,
@@ -44,8 +37,6 @@ from registry_service.usecases.context import (
     tenant_transaction,
 )
 from registry_service.usecases.paging import cursor_decode, limit_check, page
-
-CATALOG_MAKERS: Final = 2
 
 
 def base_add(
@@ -74,10 +65,12 @@ def base_add(
         manifest=manifest,
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=chat_template_digest(chat_template_of(files)),
-        quantization=quantization_of(files["config.json"]),
+        quantization=quantization_of(base_config_parse(files["config.json"])),
         state="PENDING",
         catalog_digest=None,
         statement=None,
+        round=1,
+        remaking=False,
         created_at=now,
         created_by=actor,
     )
@@ -90,8 +83,7 @@ def base_add(
         if store.base_insert(session, row, kept):
             _event(session, "base.added", parsed.digest, actor, now, {"name": name})
         # Also when it was there: its catalog job may have died meanwhile.
-        if store.base_get(session, parsed.digest).state == "PENDING":
-            _catalog_queue(session, parsed.digest, now)
+        catalog_work(session, store.base_get(session, parsed.digest, lock=True), now)
     return base_show(context, None, parsed.digest)
 
 
@@ -143,7 +135,7 @@ def base_catalog(context: Context, principal: Principal, reference: str) -> byte
         base = store.base_get(session, reference)
         if base.catalog_digest is None:
             raise NotFoundError("the base has no agreed catalog yet")
-        return store.catalog_get(session, base.digest, base.catalog_digest)
+        return catalog_store.catalog_get(session, base.digest, base.catalog_digest)
 
 
 def base_statement_show(context: Context, principal: Principal, reference: str) -> bytes:
@@ -200,103 +192,6 @@ def base_grant(context: Context, actor: str, reference: str, tenant: str) -> dic
     return base_show(context, None, base.digest)
 
 
-def catalog_submit(context: Context, worker: str, reference: str, content: bytes) -> dict[str, Any]:
-    """Take a worker's catalog; admit the base when two workers agree, block it when they differ.
-
-    Once the base is admitted, a worker with another catalog is refused and the base stays as it is.
-
-    Raises:
-        MalformedError: not a catalog in canonical form, or of another base.
-        RefusedError: not the admitted catalog. NotFoundError: no such base.
-    """
-    catalog = catalog_parse(content)
-    digest = _catalog_check(catalog, content)
-    now = context.clock.now()
-    with tenant_transaction(context, PLATFORM) as session:
-        base = store.base_get(session, reference, lock=True)
-        if not digest_equal(catalog.base_digest, base.digest):
-            raise MalformedError(
-                f"catalog: expected one of base {base.digest}, got {catalog.base_digest}"
-            )
-        if base.catalog_digest is not None and not digest_equal(base.catalog_digest, digest):
-            raise RefusedError(
-                f"expected the admitted catalog {base.catalog_digest}, got {digest} made with "
-                f"transformers {catalog.transformers_version}; use the version that made the other"
-            )
-        if store.catalog_insert(
-            session, base.digest, worker=worker, catalog_digest=digest, content=content, at=now
-        ):
-            _event(session, "base.catalogued", base.digest, worker, now, {"catalogDigest": digest})
-            _admit(context, session, base, worker, now)
-    return base_show(context, None, base.digest)
-
-
-def catalog_drop(
-    context: Context, actor: str, reference: str, worker: str, reason: str
-) -> dict[str, Any]:
-    """Drop a worker's catalog of a base that is not admitted, and look again at what is left.
-
-    Raises:
-        NotFoundError: no such base, or no catalog of this worker. ConflictError: it is admitted.
-    """
-    reason = reason_text(reason)
-    now = context.clock.now()
-    with tenant_transaction(context, PLATFORM) as session:
-        base = store.base_get(session, reference, lock=True)
-        if base.state == "USABLE":
-            raise ConflictError("the base is admitted with its catalog; there is nothing to settle")
-        store.catalog_delete(session, base.digest, worker)
-        details = {"worker": worker, "reason": reason}
-        _event(session, "base.catalog_dropped", base.digest, actor, now, details)
-        _admit(context, session, base, actor, now)
-        if not store.catalog_makers(session, base.digest):
-            _catalog_queue(session, base.digest, now)
-    return base_show(context, None, base.digest)
-
-
-def _admit(
-    context: Context, session: Session, base: store.BaseRow, actor: str, now: datetime
-) -> None:
-    """Settle the state of a base that is not admitted by the catalogs there are of it."""
-    makers = store.catalog_makers(session, base.digest)
-    digests = {maker["catalogDigest"] for maker in makers}
-    state, statement, catalog_digest = "PENDING", None, None
-    if len(digests) > 1:
-        state = "CONFLICTED"
-    elif len(makers) >= CATALOG_MAKERS:
-        state, catalog_digest = "USABLE", Digest(digests.pop())
-        statement = _statement(context, base, catalog_digest, now)
-    if base.state == state:
-        return
-    store.base_admit(
-        session, base.digest, state=state, catalog_digest=catalog_digest, statement=statement
-    )
-    events = {"USABLE": "base.admitted", "CONFLICTED": "base.conflicted", "PENDING": "base.pending"}
-    _event(session, events[state], base.digest, actor, now, {"catalogDigest": catalog_digest})
-
-
-def _statement(
-    context: Context, base: store.BaseRow, catalog_digest: Digest, now: datetime
-) -> bytes:
-    claims = BaseClaims(
-        base_digest=base.digest,
-        name=base.name,
-        catalog_digest=catalog_digest,
-        policy_digest=context.policy.digest,
-        issued_at=now,
-        not_after=now + timedelta(seconds=limits.BASE_STATEMENT_SECONDS),
-        verifier_id=context.verifier_id,
-    )
-    signer = context.verdict_signer
-    return dsse_sign(IN_TOTO, base_statement(claims), signer.sign, signer.key_id)
-
-
-def _catalog_check(catalog: Catalog, content: bytes) -> Digest:
-    if catalog.to_bytes() != content:
-        raise MalformedError("catalog: expected RFC 8785 JSON; write it with 'base catalog'")
-    return digest_of(content)
-
-
 def _base_files_check(
     manifest: Manifest, files: Mapping[str, bytes], headers: Mapping[str, bytes]
 ) -> None:
@@ -324,33 +219,38 @@ def _event(
     )
 
 
-def _catalog_queue(session: Session, base_digest: str, at: datetime) -> None:
-    if not jobs_open(session, PLATFORM, base_digest):
-        job_insert(
-            session,
-            tenant_id=PLATFORM,
-            kind="catalog",
-            subject=base_digest,
-            adapter="",
-            base_digest=base_digest,
-            at=at,
-        )
-
-
 def _wire(session: Session, base: store.BaseRow, *, full: bool) -> dict[str, Any]:
     manifest = manifest_parse(base.manifest)
+    admitted = catalog_store.admitted_makers(session, base)
+    collected = [
+        made
+        for made in catalog_store.round_makers(session, base)
+        if made.catalog_digest != base.catalog_digest
+    ]
     return {
         "name": base.name,
         "baseModelDigest": base.digest,
         "state": base.state,
         "catalogDigest": base.catalog_digest,
+        "modelClass": admitted[0].model_class if admitted else None,
+        "transformersVersion": admitted[0].transformers_version if admitted else None,
+        "recatalog": recatalog_state(session, base),
         "tokenizerDigest": base.tokenizer_digest,
         "chatTemplateDigest": base.chat_template_digest,
         "quantization": base.quantization,
         "files": [
             {"path": file.path, "digest": file.digest, "size": file.size} for file in manifest.files
         ],
-        "catalogs": store.catalog_makers(session, base.digest),
+        "catalogs": [
+            {
+                "worker": made.worker,
+                "catalogDigest": made.catalog_digest,
+                "modelClass": made.model_class,
+                "transformersVersion": made.transformers_version,
+                "at": made.created_at,
+            }
+            for made in (*admitted, *collected)
+        ],
         "createdAt": base.created_at,
         "grants": store.base_grants(session, base.digest) if full else [],
     }

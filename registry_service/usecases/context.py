@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from uuid import UUID
 
@@ -16,6 +16,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session, sessionmaker
 
 from registry_service.domain.errors import MalformedError, UnavailableError
+from registry_service.domain.expressions import Matcher
 from registry_service.domain.policy import POLICY, AdmissionPolicy, tenant_active_check
 from registry_service.domain.roles import Principal
 from registry_service.domain.verification import LibraryCheck
@@ -36,6 +37,7 @@ class Context:
     routing_signer: Signer
     clock: Clock
     verifier_id: str
+    matcher: Matcher
     header_check: LibraryCheck | None = None
     policy: AdmissionPolicy = POLICY
 
@@ -46,6 +48,11 @@ class Scope:
 
     session: Session
     tenant: TenantRow
+
+
+def policy_of(context: Context, tenant: TenantRow) -> AdmissionPolicy:
+    """The rules for a tenant's artifacts: the service's, with what the tenant may."""
+    return replace(context.policy, full_tensors=tenant.full_tensors)
 
 
 @contextmanager

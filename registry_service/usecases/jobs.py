@@ -28,7 +28,7 @@ from registry_service.domain.text import bounded
 from registry_service.store import jobs as store
 from registry_service.store.artifacts import ArtifactRow, artifact_advance, artifact_get
 from registry_service.store.reviews import report_insert
-from registry_service.usecases.bases import catalog_submit
+from registry_service.usecases.catalogs import catalog_submit
 from registry_service.usecases.context import (
     Context,
     reading,
@@ -112,9 +112,8 @@ def job_catalog(
     with job_holding(context, job_id, lease, worker) as held:
         if held.job.kind != "catalog":
             raise MalformedError(f"expected a result of a {held.job.kind} job, got a catalog")
-    catalog_submit(context, worker, held.job.subject, canonical_json(catalog))
-    with job_holding(context, job_id, lease, worker) as held:
-        store.job_finish(held.session, held.job, "DONE")
+    content = canonical_json(catalog)
+    catalog_submit(context, worker, held.job.subject, content, job=(job_id, lease))
 
 
 def job_fault(

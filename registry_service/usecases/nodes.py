@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
-from registry_service.domain.digests import Digest, digest_equal
+from registry_service.domain.digests import Digest
 from registry_service.domain.errors import ForbiddenError, RefusedError
 from registry_service.domain.lifecycle import WITHDRAWN_STATES
 from registry_service.domain.names import node_name
@@ -16,6 +16,7 @@ from registry_service.domain.roles import PLATFORM, Principal
 from registry_service.store import nodes as store
 from registry_service.store.artifacts import artifact_find
 from registry_service.store.bases import base_get
+from registry_service.store.catalogs import catalogs_admitted
 from registry_service.store.events import event_append, event_page
 from registry_service.store.tenants import tenant_get
 from registry_service.usecases.context import (
@@ -39,7 +40,7 @@ def node_register(
     """Register a node, bound to one base; safe to repeat. A token names one node: its subject.
 
     Raises:
-        NotFoundError: an unknown base. RefusedError: its catalog is not the admitted one.
+        NotFoundError: an unknown base. RefusedError: its catalog is not an admitted one.
         ForbiddenError: another name than the token's subject.
     """
     node = node_name(node)
@@ -48,7 +49,9 @@ def node_register(
     now = context.clock.now()
     with tenant_transaction(context, PLATFORM) as session:
         base = base_get(session, base_digest)
-        if base.catalog_digest and not digest_equal(base.catalog_digest, catalog_digest):
+        # A catalog that was replaced since stays admitted: its nodes go on until they are renewed.
+        admitted = catalogs_admitted(session, base.digest)
+        if admitted and catalog_digest not in admitted:
             raise RefusedError(
                 f"expected the base's catalog {base.catalog_digest}, got {catalog_digest}"
             )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy.orm import Session
-
-from registry_service.domain.digests import Digest
+from registry_service.domain.digests import Digest, digest_parse
 from registry_service.domain.errors import ConflictError, IllegalMoveError, MalformedError
 from registry_service.domain.lifecycle import Event, State
 from registry_service.domain.names import reason_text
-from registry_service.domain.policy import approvals_reached, review_check
+from registry_service.domain.policy import AdmissionPolicy, approvals_reached, review_check
 from registry_service.domain.roles import Principal
 from registry_service.store import reviews as store
 from registry_service.store.artifacts import (
@@ -25,7 +24,7 @@ from registry_service.store.bases import base_get
 from registry_service.trust.dsse import IN_TOTO, dsse_sign
 from registry_service.trust.verdict import VerdictClaims, verdict_statement
 from registry_service.usecases.artifacts import artifact_show
-from registry_service.usecases.context import Context, Scope, tenant_scope
+from registry_service.usecases.context import Context, Scope, policy_of, tenant_scope
 from registry_service.usecases.paging import cursor_decode, limit_check, page
 
 
@@ -42,7 +41,8 @@ def review_submit(
 
     Raises:
         IllegalMoveError: not in review. ForbiddenError: one's own artifact.
-        ConflictError: its base is not usable any more.
+        ConflictError: its base is not usable any more, or the tenant's policy is stricter by now
+            than the one that the scan ran under.
     """
     if decision not in ("approve", "reject"):
         raise MalformedError("decision: expected 'approve' or 'reject'")
@@ -112,19 +112,22 @@ def _decide(
         _, event_id = artifact_advance(
             scope.session, artifact, Event.APPROVED, actor=actor, reason=reason, at=now
         )
-        _verdict_issue(context, scope.session, artifact, event_id, now)
+        _verdict_issue(context, scope, artifact, event_id, now)
 
 
 def _verdict_issue(
-    context: Context, session: Session, artifact: ArtifactRow, event_id: UUID, now: datetime
+    context: Context, scope: Scope, artifact: ArtifactRow, event_id: UUID, now: datetime
 ) -> None:
+    session = scope.session
     base = base_get(session, artifact.base_digest)
     if base.state != "USABLE" or base.catalog_digest is None:
         raise ConflictError(
             f"expected a usable base, got one that is {base.state}; resolve its catalogs first"
         )
     reports = store.report_list(session, artifact.tenant_id, artifact.digest)
-    not_after = now + timedelta(seconds=context.policy.verdict_seconds)
+    scan = [report for report in reports if report["stage"] == "scan"][-1]["measurements"]
+    policy = _policy_scanned_under(context, scope, scan)
+    not_after = now + timedelta(seconds=policy.verdict_seconds)
     claims = VerdictClaims(
         adapter_digest=artifact.digest,
         base_digest=artifact.base_digest,
@@ -135,8 +138,8 @@ def _verdict_issue(
             (file.path, file.digest)
             for file in artifact_files(session, artifact.tenant_id, artifact.digest)
         ),
-        catalog_digest=base.catalog_digest,
-        policy_digest=context.policy.digest,
+        catalog_digest=digest_parse(scan["catalogDigest"]),
+        policy_digest=policy.digest,
         input_attestations=tuple(
             (f"urn:adapter-registry:report:{report['stage']}", report["reportDigest"])
             for report in reports
@@ -151,8 +154,25 @@ def _verdict_issue(
         session,
         artifact,
         envelope=envelope,
-        policy_digest=context.policy.digest,
+        policy_digest=policy.digest,
         not_after=not_after,
         event_id=event_id,
         at=now,
     )
+
+
+def _policy_scanned_under(context: Context, scope: Scope, scan: dict[str, Any]) -> AdmissionPolicy:
+    """The rules that the artifact passed the scan under; the tenant's of now must not be stricter.
+
+    Raises:
+        ConflictError: what the scan allowed is forbidden to this tenant by now.
+    """
+    full_tensors = scan["fullTensors"]
+    policy = policy_of(context, scope.tenant)
+    if full_tensors and not policy.full_tensors:
+        raise ConflictError(
+            "expected an artifact that was scanned under the tenant's policy of now, got one "
+            "scanned while full tensors were allowed; reject it, or ask an operator to allow them "
+            "again ('adapterctl tenant policy')"
+        )
+    return replace(policy, full_tensors=full_tensors)

@@ -11,13 +11,16 @@ from typing import Any, Final
 
 from registry_service.domain import limits
 from registry_service.domain.catalog import Catalog, catalog_parse
+from registry_service.domain.comparison import measured_modules
 from registry_service.domain.errors import RegistryError, UnavailableError
 from registry_service.domain.file_set import HEAD_BYTES, TAIL_BYTES, FileFact
 from registry_service.domain.findings import Check, Code, Finding, refuse
 from registry_service.domain.manifest import FileEntry
-from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES
+from registry_service.domain.policy import AdmissionPolicy
+from registry_service.domain.report import findings_cut
+from registry_service.domain.safetensors_header import LENGTH_BYTES, header_end
 from registry_service.domain.verification import (
-    TEMPLATE_PATHS,
+    WHOLE_PATHS,
     BaseFacts,
     StaticInputs,
     own_facts,
@@ -25,8 +28,15 @@ from registry_service.domain.verification import (
 )
 from registry_service.store import jobs as job_store
 from registry_service.store.artifacts import ArtifactRow, artifact_files, artifact_get
-from registry_service.store.bases import BaseRow, base_find, base_granted, catalog_get
-from registry_service.usecases.context import Context, system_transaction, tenant_transaction
+from registry_service.store.bases import BaseRow, base_find, base_granted
+from registry_service.store.catalogs import catalog_get
+from registry_service.store.tenants import tenant_get
+from registry_service.usecases.context import (
+    Context,
+    policy_of,
+    system_transaction,
+    tenant_transaction,
+)
 from registry_service.usecases.jobs import job_failed, job_holding, job_settle
 
 SCANNER: Final = "scanner"
@@ -45,7 +55,7 @@ def scan_next(context: Context) -> bool:
     if job is None:
         return False
     try:
-        findings = _scan(context, job)
+        rules, findings = _scan(context, job)
     except BaseNotReadyError as error:
         with job_holding(context, job.id, job.lease, SCANNER) as held:
             job_store.job_postpone(held.session, held.job, error.message, seconds=_BASE_SECONDS)
@@ -54,34 +64,41 @@ def scan_next(context: Context) -> bool:
             job_failed(context, held, f"{error.code}: {error.message}")
     else:
         with job_holding(context, job.id, job.lease, SCANNER) as held:
-            job_settle(context, held, findings, _report(findings))
+            job_settle(context, held, findings, _report(rules, findings))
     return True
 
 
-def _scan(context: Context, job: job_store.JobRow) -> tuple[Finding, ...]:
+def _scan(context: Context, job: job_store.JobRow) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """What the checks went by, and what they found.
+
+    The verdict names the same, whatever the tenant may and the base's catalog is meanwhile.
+    """
     with tenant_transaction(context, job.tenant_id) as session:
         artifact = artifact_get(session, job.tenant_id, job.subject)
         files = artifact_files(session, job.tenant_id, job.subject)
+        policy = policy_of(context, tenant_get(session, artifact.tenant))
         base = base_find(session, artifact.base_digest)
         if base is None or not base_granted(session, job.tenant_id, base.digest):
-            return (
-                refuse(
-                    Check.DECLARATION,
-                    Code.BASE_UNKNOWN,
-                    "adapter-declaration.json: baseModelDigest",
-                    "the digest of a base that this tenant may use",
-                    artifact.base_digest,
-                ),
+            unknown = refuse(
+                Check.DECLARATION,
+                Code.BASE_UNKNOWN,
+                "adapter-declaration.json: baseModelDigest",
+                "the digest of a base that this tenant may use",
+                artifact.base_digest,
             )
+            return {"fullTensors": policy.full_tensors}, (unknown,)
         if base.catalog_digest is None:
             raise BaseNotReadyError(f"base '{base.name}' is {base.state}: no agreed catalog")
         catalog = catalog_parse(catalog_get(session, base.digest, base.catalog_digest))
-    inputs = _inputs(context, artifact, files, base, catalog)
-    return static_check(inputs, context.header_check)
+    inputs = _inputs(context, policy, artifact, files, base, catalog)
+    rules = {"fullTensors": policy.full_tensors, "catalogDigest": base.catalog_digest}
+    report = static_check(inputs, context.header_check, context.matcher)
+    return {**rules, **measured_modules(report.modules)}, report.findings
 
 
 def _inputs(
     context: Context,
+    policy: AdmissionPolicy,
     artifact: ArtifactRow,
     files: list[FileEntry],
     base: BaseRow,
@@ -98,6 +115,9 @@ def _inputs(
             )
         )
 
+    def header(file: FileEntry) -> bytes:
+        return part(file, 0, header_end(part(file, 0, LENGTH_BYTES)))
+
     by_path = {file.path: file for file in files}
     weight = by_path.get("adapter_model.safetensors")
     return StaticInputs(
@@ -111,7 +131,7 @@ def _inputs(
             )
             for file in files
         ),
-        header_prefix=None if weight is None else part(weight, 0, HEADER_PREFIX_BYTES),
+        header_prefix=None if weight is None else header(weight),
         weight_size=0 if weight is None else weight.size,
         config=_whole(context, artifact, by_path.get("adapter_config.json"), limits.CONFIG_BYTES),
         declaration=_whole(
@@ -124,12 +144,13 @@ def _inputs(
                 path: context.blobs.read(
                     artifact.tenant_id, by_path[path].digest, limit=limits.DOC_BYTES
                 )
-                for path in TEMPLATE_PATHS & by_path.keys()
+                for path in WHOLE_PATHS & by_path.keys()
                 if by_path[path].size <= limits.DOC_BYTES
             },
         ),
-        max_rank=context.policy.max_rank,
-        max_weight_bytes=context.policy.max_weight_bytes,
+        max_rank=policy.max_rank,
+        max_weight_bytes=policy.max_weight_bytes,
+        full_tensors=policy.full_tensors,
         base=BaseFacts(
             tokenizer_digest=base.tokenizer_digest, chat_template_digest=base.chat_template_digest
         ),
@@ -150,12 +171,12 @@ def _whole(
     return context.blobs.read(artifact.tenant_id, file.digest, limit=limit)
 
 
-def _report(findings: tuple[Finding, ...]) -> dict[str, Any]:
+def _report(rules: dict[str, Any], findings: tuple[Finding, ...]) -> dict[str, Any]:
     return {
-        "findings": [finding.to_json() for finding in findings[: limits.REPORT_FINDINGS]],
+        "findings": [f.to_json() for f in findings_cut(findings, limits.REPORT_FINDINGS)],
         "checks": list(_CHECKS),
         "device": "none",
         "versions": {"python": platform.python_version()},
         "sandbox": None,
-        "measurements": {"findings": len(findings)},
+        "measurements": {"findings": len(findings), **rules},
     }

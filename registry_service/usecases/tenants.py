@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -22,6 +23,7 @@ from registry_service.store.events import event_append
 from registry_service.store.tenants import (
     TenantRow,
     TokenRow,
+    tenant_full_tensors_set,
     tenant_get,
     tenant_insert,
     tenant_page,
@@ -37,6 +39,7 @@ from registry_service.usecases.context import (
     lookup,
     principal_reading,
     reading,
+    tenant_scope,
     tenant_transaction,
 )
 from registry_service.usecases.paging import cursor_decode, limit_check, page
@@ -185,7 +188,35 @@ def tenant_suspend(context: Context, actor: str, name: str, reason: str) -> dict
         if row.state == "ACTIVE":
             tenant_state_set(session, row.id, "SUSPENDED")
             _tenant_event(session, "tenant.suspended", row, actor, now, {"reason": reason})
-    return _tenant(TenantRow(row.id, row.name, "SUSPENDED", row.created_at))
+    return _tenant(replace(row, state="SUSPENDED"))
+
+
+def tenant_policy_set(
+    context: Context, principal: Principal, name: str, *, full_tensors: bool, reason: str
+) -> dict[str, Any]:
+    """Set what a tenant's adapters may hold; it counts for what is scanned from now on.
+
+    The event stands in the tenant's own log: it changes what the tenant may publish.
+
+    Raises:
+        NotFoundError: no such tenant.
+    """
+    reason = reason_text(reason)
+    now = context.clock.now()
+    with tenant_scope(context, principal, tenant_name(name)) as scope:
+        row = tenant_get(scope.session, scope.tenant.name, lock=True)
+        if row.full_tensors != full_tensors:
+            tenant_full_tensors_set(scope.session, row.id, full_tensors)
+            event_append(
+                scope.session,
+                tenant_id=row.id,
+                kind="tenant.policy_set",
+                subject=str(row.id),
+                actor=principal.subject,
+                at=now,
+                body={"name": row.name, "fullTensors": full_tensors, "reason": reason},
+            )
+    return _tenant(replace(row, full_tensors=full_tensors))
 
 
 def tenant_list(context: Context, *, cursor: str | None, limit: int) -> dict[str, Any]:
@@ -231,6 +262,7 @@ def _tenant(row: TenantRow) -> dict[str, Any]:
         "id": str(row.id),
         "name": row.name,
         "state": row.state,
+        "fullTensors": row.full_tensors,
         "createdAt": row.created_at,
     }
 

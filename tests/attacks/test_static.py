@@ -55,7 +55,9 @@ def spoil_config(folder: Path, **changes: Any) -> None:
 
 
 def test_the_untouched_adapter_passes(folder: Path) -> None:
-    assert report(folder) == {"verdict": "pass", "baseDigest": sample.BASE_DIGEST, "findings": []}
+    result = report(folder)
+    assert (result["verdict"], result["baseDigest"]) == ("pass", sample.BASE_DIGEST)
+    assert result["findings"] == result["groups"] == []
 
 
 class Bomb:
@@ -194,8 +196,8 @@ def test_missing_extra_rank_width_and_dtype(
         ({"megatron_core": "os"}, "CONFIG_FIELD_FORBIDDEN"),
         ({"corda_config": {"cache_file": "/tmp/x"}}, "CONFIG_FIELD_FORBIDDEN"),
         ({"init_lora_weights": "pissa"}, "CONFIG_OPTION_UNSUPPORTED"),
-        ({"target_modules": ".*(.*)*q_projX"}, "CONFIG_OPTION_UNSUPPORTED"),
-        ({"target_modules": None}, "CONFIG_VALUE"),
+        ({"target_modules": ".*(.*)*q_projX"}, "EXPRESSION_REFUSED"),
+        ({"target_modules": None}, "TARGETS_MISSING"),
         ({"lora_alpha": -8}, "CONFIG_VALUE"),
         ({"r": 8}, "DECLARATION_MISMATCH"),
         ({"lora_alpha": 80}, "DECLARATION_MISMATCH"),

@@ -173,6 +173,7 @@ class FakeRegistry:
     pulls: int = 0
     overdue: list[dict[str, Any]] = field(default_factory=list)
     verdict_changes: dict[str, Any] = field(default_factory=dict)
+    statement_changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -257,16 +258,17 @@ class FakeRegistry:
 
     def base_statement(self, base: str) -> bytes:
         now = datetime.now(UTC).replace(microsecond=0)
-        claims = BaseClaims(
-            self.base.digest,
-            "tiny",
-            identity(self.base).catalog_digest,
-            digest_of(b"policy"),
-            now,
-            now + timedelta(days=1),
-            VERIFIER,
-        )
-        return self._signed(base_statement(claims))
+        values: dict[str, Any] = {
+            "base_digest": self.base.digest,
+            "name": "tiny",
+            "catalog_digest": identity(self.base).catalog_digest,
+            "policy_digest": digest_of(b"policy"),
+            "issued_at": now,
+            "not_after": now + timedelta(days=1),
+            "verifier_id": VERIFIER,
+            **self.statement_changes,
+        }
+        return self._signed(base_statement(BaseClaims(**values)))
 
     def catalog_submit(self, base: str, catalog: bytes) -> dict[str, Any]:
         self.catalogs.append(catalog)

@@ -22,7 +22,6 @@ from tests.integration.conftest import (
     lora_tensors,
     report,
     safetensors_bytes,
-    tiny_catalog,
 )
 
 TENANT, ADAPTER = "t-1042", "support-zh"
@@ -250,53 +249,6 @@ def test_a_lost_worker_gives_the_job_back_and_stalls_at_the_end(
         operator.artifact_requeue(TENANT, digest, "the worker is mended")
         world.settle()
         assert operator.artifact_show(TENANT, digest)["state"] == "VALIDATING"
-
-
-def test_a_catalog_that_differs_never_takes_an_admitted_base_away(
-    world: World, tmp_path: Path
-) -> None:
-    digest = world.admit(tmp_path / "a")
-    other = tiny_catalog(world.base_digest).model_copy(update={"transformers_version": "6.0.0"})
-    with world.client("node") as node, pytest.raises(RefusedError, match=r"6\.0\.0"):
-        node.catalog_submit("tiny", other.to_bytes())
-    with world.client("operator") as operator:
-        assert operator.base_show("tiny")["state"] == "USABLE"
-        assert operator.resolve(TENANT, ADAPTER, digest)["adapterDigest"] == digest
-        with pytest.raises(ConflictError):
-            operator.catalog_drop("tiny", "worker-1", "not needed")
-
-
-def test_a_conflict_before_admission_is_settled_by_an_operator(world: World) -> None:
-    from sqlalchemy import text
-
-    with world.context.database.app.begin() as session:
-        session.execute(text("DELETE FROM base_catalog"))
-        session.execute(
-            text("UPDATE base SET state = 'PENDING', catalog_digest = NULL, statement = NULL")
-        )
-    good = tiny_catalog(world.base_digest)
-    wrong = good.model_copy(update={"transformers_version": "6.0.0"})
-    with (
-        world.client("validator") as one,
-        world.client("worker-2") as two,
-        world.client("node") as node,
-        world.client("operator") as operator,
-    ):
-        one.catalog_submit("tiny", good.to_bytes())
-        assert two.catalog_submit("tiny", wrong.to_bytes())["state"] == "CONFLICTED"
-        assert operator.catalog_drop("tiny", "worker-2", "old library")["state"] == "PENDING"
-        with pytest.raises(NotFoundError):
-            operator.catalog_drop("tiny", "worker-2", "again")
-        assert node.catalog_submit("tiny", good.to_bytes())["state"] == "USABLE"
-        world.settle()
-        kinds = [e["kind"] for e in operator.audit_list(subject=world.base_digest)]
-    assert kinds[-5:] == [
-        "base.conflicted",
-        "base.catalog_dropped",
-        "base.pending",
-        "base.catalogued",
-        "base.admitted",
-    ]
 
 
 def test_a_nodes_token_names_one_node(world: World) -> None:

@@ -109,6 +109,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "artifact_withdraw": {"reason": "x"},
     "artifact_requeue": {"reason": "x"},
     "artifact_revoke": {"reason": "x"},
+    "tenant_policy_set": {"fullTensors": True, "reason": "x"},
 }
 # Roles that may be bound to a tenant; the others are the platform's.
 TENANT_BOUND = (Role.REVIEWER, Role.OPERATOR, Role.AUDITOR, Role.GATEWAY)

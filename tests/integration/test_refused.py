@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "CONFIG_FIELD_FORBIDDEN",
         {"config": {"auto_mapping": {"parent_library": "os"}}},
     ),
-    "unsupported option": ("CONFIG_OPTION_UNSUPPORTED", {"config": {"lora_bias": True}}),
+    "unsupported option": ("CONFIG_OPTION_UNSUPPORTED", {"config": {"bias": "all"}}),
     "other type": ("PEFT_TYPE_UNSUPPORTED", {"config": {"peft_type": "LOHA"}}),
     "declared rank": ("DECLARATION_MISMATCH", {"declare": {"rank": 8}}),
     "unknown base": (

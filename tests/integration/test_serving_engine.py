@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dora": ("llama", {"use_dora": True, "target_modules": ["q_proj", "o_proj", "up_proj"]}),
     "all-linear": ("llama", {"target_modules": "all-linear"}),
+    "expression": ("llama", {"target_modules": r"^model(?=\.).*\.(q|v)_proj"}),
     "layers": ("llama", {"layers_to_transform": [1]}),
     "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "conv1d dora": (
@@ -245,3 +246,17 @@ def test_a_base_that_changed_after_it_was_proven_is_refused(
     weights.write_bytes(bytes(content))
     with pytest.raises(RefusedError, match="changed"):
         base_load(proven, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"lora_bias": True}, "lora_B.bias"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_tokens_delta"),
+    ],
+)
+def test_a_tensor_that_the_engine_has_no_place_for_is_refused(
+    bases: dict[str, Path], tmp_path: Path, options: dict[str, Any], left: str
+) -> None:
+    with pytest.raises(RefusedError, match=f"{left} is not served by this node's engine"):
+        _adapter(bases, tmp_path / "adapter", 3, **options)

@@ -240,6 +240,23 @@ def test_a_verdict_that_does_not_hold_loads_nothing(world: World, changes: dict[
     assert world.ask(world.digests[0]).status_code == 200
 
 
+def test_a_verdict_over_another_catalog_of_the_base_holds(world: World) -> None:
+    own, other = world.node.base.catalog_digest, digest_of(b"other")
+    world.registry.verdict_changes = {"catalog_digest": other}
+    for changes in (
+        {"catalog_digest": other},
+        {"earlier_catalog_digests": (digest_of(b"third"),)},
+        {"earlier_catalog_digests": (other,), "verifier_id": "urn:other"},
+        {"earlier_catalog_digests": (other,), "base_digest": digest_of(b"x")},
+    ):
+        world.registry.statement_changes = changes
+        assert world.ask(world.digests[0]).status_code == 403, changes
+    world.registry.statement_changes = {"catalog_digest": other, "earlier_catalog_digests": (own,)}
+    assert world.ask(world.digests[0]).status_code == 200
+    world.registry.statement_changes = {"earlier_catalog_digests": (other,)}
+    assert world.ask(world.digests[1]).status_code == 200
+
+
 def test_files_that_changed_on_disk_are_not_loaded(world: World, base: ProvenBase) -> None:
     digest = world.digests[0]
     key = Key(sw.TENANT_ID, digest)
@@ -393,6 +410,13 @@ def test_a_base_that_the_registry_does_not_know_stops_the_start(
         startup.base_admit(client, registry.trust(), base)
     registry.state = "PENDING"
     assert startup.base_admit(client, registry.trust(), base).digest == base.digest
+    registry.state = "USABLE"
+    own, other_catalog = sw.identity(base).catalog_digest, digest_of(b"other")
+    registry.statement_changes = {"catalog_digest": other_catalog}
+    with pytest.raises(RefusedError, match="expected catalog"):
+        startup.base_admit(client, registry.trust(), base)
+    registry.statement_changes["earlier_catalog_digests"] = (own,)
+    assert startup.base_admit(client, registry.trust(), base).catalog_digest == own
     forged = sw.FakeRegistry(tmp_path / "forged", base)
     with pytest.raises(UntrustedError):
         startup.base_admit(client=forged, trust=registry.trust(), proven=base)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose

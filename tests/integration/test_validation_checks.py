@@ -71,7 +71,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     base = base_prove(base_make(root / "base"))
     (root / "inputs").mkdir()
     good = adapter_make(root / "base", root / "inputs" / "good")
-    (good / "README.md").unlink(missing_ok=True)
     zygote = Zygote(sandbox, base, root / "inputs", device="cpu")
     bench = Bench(sandbox, base, root / "inputs", good, zygote, zygote.ready())
     yield bench
@@ -88,7 +87,7 @@ def test_good_adapter_has_no_refusal(bench: Bench) -> None:
     assert codes(report, "review") == set(), report["findings"]
     assert codes(report, "info") == {"LOAD_TIME"}
     measured = report["measurements"]
-    assert report["checks"] == [9, 10, 11, 12, 14, 15]
+    assert report["checks"] == [9, 10, 11, 12, 13, 14, 15]
     assert measured["residentBytes"]["measured"] == measured["residentBytes"]["predicted"]
     assert measured["effect"]["maxDifference"] > 0
     assert report["sandbox"] is True
@@ -183,16 +182,19 @@ def test_other_bytes_than_the_manifests_are_a_fault(bench: Bench) -> None:
     assert result["fault"].startswith("BYTES_DIFFER: adapter_model.safetensors")
 
 
-def test_embedding_and_dora_adapters_pass(bench: Bench) -> None:
-    variants = {
+def test_other_kinds_pass_in_the_sandbox(bench: Bench) -> None:
+    variants: dict[str, dict[str, Any]] = {
         "dora": {"use_dora": True},
         "all-linear": {"target_modules": "all-linear", "use_rslora": True},
         "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}},
+        "tokens": {"trainable_token_indices": [3, 4]},
+        "saved": {"modules_to_save": ["lm_head"]},
     }
     for name, options in variants.items():
         folder = adapter_make(bench.base.dir, bench.inputs / name, **options)
-        (folder / "README.md").unlink(missing_ok=True)
-        assert codes(bench.check(folder)) == set(), name
+        report = bench.check(folder)
+        assert codes(report) == set(), name
+        assert report["checks"] == [9, 10, 11, 12, 13, 14, 15]
 
 
 def test_killed_child_is_a_fault_and_the_next_zygote_works(bench: Bench) -> None:

@@ -50,8 +50,17 @@ def test_names_and_config_of_a_base() -> None:
     for extra in ("adapter_config.json", "modeling.py"):
         with pytest.raises(RefusedError, match=extra):
             b.base_names_check(["config.json", "m.safetensors", extra])
-    assert b.quantization_of(b"{}") == "none"
-    assert b.quantization_of(b'{"quantization_config":{"quant_method":"gptq"}}') == "gptq"
-    for config in (b'{"auto_map":{}}', b'{"quantization_config":{}}'):
-        with pytest.raises(RefusedError):
-            b.quantization_of(config)
+    assert b.base_config_parse(b'{"model_type":"llama"}') == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b'{"auto_map":{}}',
+        b'{"text_config":{"auto_map":{"AutoModel":"evil.Model"}}}',
+        b'{"parts":[{"more":[{"auto_map":null}]}]}',
+    ],
+)
+def test_a_config_that_asks_for_code_at_any_depth_is_refused(config: bytes) -> None:
+    with pytest.raises(RefusedError, match="auto_map"):
+        b.base_config_parse(config)

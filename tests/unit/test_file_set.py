@@ -118,7 +118,7 @@ def test_a_good_set_has_no_findings() -> None:
         "README.md": "# Title\n\nüber".encode(),
         "merges.txt": b"#version: 0.2\na b\n",
         "vocab.json": b'{"a": 0}',
-        "tokenizer.model": b"\n\x0e\n\x05<unk>",
+        "tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02",
         "chat_template.jinja": b"{% for m in messages %}{{ m }}{% endfor %}",
     }
     facts = [sample.fact(path, data) for path, data in content.items()]

@@ -27,6 +27,7 @@ def test_a_plain_config_is_read() -> None:
         lora_alpha=8.0,
         target_modules=("q_proj", "v_proj"),
         rank_pattern=(("q", 2), ("a", 3)),
+        task_type=sample.config()["task_type"],
     )
 
 
@@ -51,6 +52,20 @@ def test_a_plain_config_is_read() -> None:
         {"runtime_config": {"ephemeral_gpu_offload": False}},
         {"base_model_name_or_path": "org/model", "revision": "main", "peft_version": "0.21.2"},
         {"lora_dropout": 0.1, "inference_mode": True, "fan_in_fan_out": True},
+        {"target_modules": None},
+        {"target_modules": ".*q_proj"},
+        {"exclude_modules": ".*mlp.*"},
+        {"rank_pattern": {"^q_proj": 4, "(q|v)_proj": 2}},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": None},
+        {"task_type": "SEQ_CLS"},
+        {"trainable_token_indices": [1, 0]},
+        {"trainable_token_indices": {"wte": [1]}},
+        {"layers_pattern": "layers", "layers_to_transform": [1]},
+        {"layers_pattern": ["h", "layers"], "layers_to_transform": [1]},
+        {"target_parameters": ["experts.down_proj"], "peft_version": "0.19.1"},
+        {"target_modules": [], "target_parameters": ["down_proj"], "peft_version": "1.0"},
     ],
     ids=str,
 )
@@ -71,8 +86,11 @@ VALUE = [
     {"lora_alpha": "16"},
     {"lora_alpha": True},
     {"lora_alpha": limits.ALPHA + 1},
-    {"target_modules": None},
     {"target_modules": []},
+    {"target_modules": ""},
+    {"target_modules": "q" * (limits.EXPRESSION_CHARS + 1)},
+    {"target_modules": "q\u202ev"},
+    {"target_modules": "ALL-LINEAR"},
     {"target_modules": ["q_proj", "q_proj"]},
     {"target_modules": ["q_proj", 1]},
     {"target_modules": ["q_.*"]},
@@ -91,6 +109,26 @@ VALUE = [
     {"layers_to_transform": [True]},
     {"layers_to_transform": "1"},
     {"target_modules": "all-linear", "layers_to_transform": [0]},
+    {"target_modules": ".*q_proj", "layers_to_transform": [0]},
+    {"rank_pattern": {"": 4}},
+    {"layers_pattern": "layers"},
+    {"layers_pattern": [1], "layers_to_transform": [0]},
+    {"lora_bias": 0},
+    {"lora_bias": True, "use_dora": True},
+    {"lora_bias": True, "init_lora_weights": "gaussian"},
+    {"modules_to_save": "lm_head"},
+    {"modules_to_save": ["lm_.*"]},
+    {"trainable_token_indices": []},
+    {"trainable_token_indices": {}},
+    {"trainable_token_indices": [-1]},
+    {"trainable_token_indices": [1, 1]},
+    {"trainable_token_indices": [True]},
+    {"trainable_token_indices": {"wte": 3}},
+    {"target_parameters": "down_proj"},
+    {"target_parameters": ["p"], "peft_version": "0.19.0", "use_dora": True},
+    {"target_parameters": ["p"], "peft_version": "0.19.0", "lora_bias": True},
+    {"target_parameters": ["p"], "peft_version": "0.19.0", "lora_dropout": 0.1},
+    {"target_parameters": ["p"], "peft_version": "0.19.0", "fan_in_fan_out": True},
     {"lora_dropout": 1.0},
     {"inference_mode": 0},
     {"base_model_name_or_path": "a\u202eb"},
@@ -106,13 +144,11 @@ def test_wrong_values_are_refused_and_nothing_is_coerced(changes: dict[str, Any]
 UNSUPPORTED = [
     {"bias": "all"},
     {"bias": "lora_only"},
-    {"lora_bias": True},
-    {"lora_bias": 0},
-    {"modules_to_save": ["lm_head"]},
-    {"trainable_token_indices": [1]},
     {"target_parameters": ["experts.gate_up_proj"]},
+    {"target_parameters": ["experts.gate_up_proj"], "peft_version": "0.18.1"},
+    {"target_parameters": ["experts.gate_up_proj"], "peft_version": "main"},
     {"layer_replication": [[0, 2]]},
-    {"layers_pattern": "layers"},
+    {"layers_pattern": "(layers|h)", "layers_to_transform": [0]},
     {"use_qalora": True},
     {"use_bdlora": {}},
     {"alora_invocation_tokens": [1]},
@@ -125,15 +161,12 @@ UNSUPPORTED = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora"},
     {"init_lora_weights": "pissa_niter_4"},
+    {"init_lora_weights": "orthogonal"},
+    {"init_lora_weights": "mica"},
     {"init_lora_weights": 1},
-    {"task_type": "SEQ_CLS"},
-    {"target_modules": ".*q_proj"},
-    {"target_modules": "ALL-LINEAR"},
-    {"exclude_modules": ".*mlp.*"},
-    {"rank_pattern": {"(.*)*q_proj": 4}},
-    {"rank_pattern": {"^q_proj": 4}},
-    {"rank_pattern": {"": 4}},
+    {"task_type": "SING"},
     {"target_modules": [f"m{n}" for n in range(20)], "layers_to_transform": [0]},
+    {"target_modules": ["lm_head", *(f"m{n}" for n in range(20))]},
 ]
 
 
@@ -171,7 +204,7 @@ def test_an_unknown_field_is_refused_even_when_null() -> None:
     assert findings[0].where.endswith("lora_magic")
 
 
-@pytest.mark.parametrize("field", ["peft_type", "r", "lora_alpha", "target_modules"])
+@pytest.mark.parametrize("field", ["r", "lora_alpha"])
 def test_what_peft_would_fill_in_silently_is_required(field: str) -> None:
     fields = sample.config()
     del fields[field]
@@ -180,8 +213,23 @@ def test_what_peft_would_fill_in_silently_is_required(field: str) -> None:
     assert sample.codes(findings) == {"CONFIG_VALUE"}
 
 
-def test_another_peft_type_has_its_own_code() -> None:
-    assert parse(peft_type="IA3") == (None, {"PEFT_TYPE_UNSUPPORTED"})
+@pytest.mark.parametrize("value", ["IA3", "ADALORA", "lora", None, 1])
+def test_another_peft_type_is_refused_by_name_and_nothing_else_is_said(value: Any) -> None:
+    fields = {**sample.config(), "peft_type": value, "feedforward_modules": [], "r": None}
+    config, findings = peft_config_parse(json.dumps(fields).encode())
+    assert config is None
+    assert [finding.code for finding in findings] == ["PEFT_TYPE_UNSUPPORTED"]
+    assert str(value) in findings[0].got
+
+
+def test_a_known_other_type_says_what_would_be_needed() -> None:
+    findings = peft_config_parse(b'{"peft_type": "VERA"}')[1]
+    assert "'LORA'; VERA would need its shared projections" in findings[0].expected
+
+
+def test_what_has_no_peft_type_is_refused_for_that() -> None:
+    findings = peft_config_parse(b'{"lora_rank": 8, "framework": "jax"}')[1]
+    assert [(f.code, f.got) for f in findings] == [("PEFT_TYPE_UNSUPPORTED", "none")]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import sample_adapter as sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from registry_service.backends.safetensors_library import library_disagreement
 from registry_service.domain import limits
-from registry_service.domain.safetensors_header import header_parse
+from registry_service.domain.safetensors_header import (
+    HEADER_PREFIX_BYTES,
+    header_end,
+    header_parse,
+)
 
 X = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 Y = {"dtype": "F32", "shape": [1], "data_offsets": [16, 20]}
@@ -169,46 +171,13 @@ def test_a_header_of_quotes_is_refused_in_linear_time() -> None:
     assert parse(sample.raw(b'{"' + b'\\"' * 500_000))[1] == {"HEADER_MALFORMED"}
 
 
-NAMES = st.from_regex(r"\A[a-z0-9_]{1,8}(\.[a-z0-9_]{1,8}){0,3}\Z")
-ENTRIES = st.dictionaries(
-    NAMES,
-    st.tuples(st.sampled_from(["F32"]), st.lists(st.integers(1, 9), min_size=1, max_size=3)),
-    min_size=1,
-    max_size=8,
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(ENTRIES)
-def test_what_is_written_is_read_and_the_library_agrees(entries: Any) -> None:
-    file = sample.weights(entries)
+def test_nesting_is_refused_before_it_is_read() -> None:
+    # So deep that the parser just manages, and whoever prints the value does not.
+    nested = b"[" * 900 + b"]" * 900
+    file = sample.raw(entry().replace(b'"F32"', nested), bytes(16))
     header, findings = header_parse(file, len(file))
-    assert findings == ()
-    assert header is not None
-    assert {t.name: (t.dtype, list(t.shape)) for t in header.tensors} == {
-        name: (dtype, list(shape)) for name, (dtype, shape) in entries.items()
-    }
-    assert library_disagreement(file[: header.data_start], len(file), header) is None
-
-
-@settings(max_examples=120, deadline=None)
-@given(ENTRIES, st.data())
-def test_what_we_accept_of_a_spoiled_file_the_library_reads_the_same(
-    entries: Any, data: st.DataObject
-) -> None:
-    file = bytearray(sample.weights(entries))
-    for _ in range(data.draw(st.integers(1, 3))):
-        file[data.draw(st.integers(0, len(file) - 1))] = data.draw(st.integers(0, 255))
-    header, findings = header_parse(bytes(file), len(file))
-    if header is not None and not findings:
-        assert library_disagreement(bytes(file), len(file), header) is None
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_any_bytes_give_an_answer(file: bytes) -> None:
-    header, findings = header_parse(file, len(file))
-    assert (header is None) == bool(findings) or findings
+    assert header is None
+    assert [finding.got for finding in findings] == ["more"]
 
 
 def test_a_disagreement_is_a_finding() -> None:
@@ -220,3 +189,25 @@ def test_a_disagreement_is_a_finding() -> None:
     finding = library_disagreement(padded, len(file), header)
     assert finding is not None
     assert finding.code == "HEADER_DISAGREES"
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ((100).to_bytes(8, "little"), 108),
+        ((0).to_bytes(8, "little"), 8),
+        (limits.SAFETENSORS_HEADER_BYTES.to_bytes(8, "little"), HEADER_PREFIX_BYTES),
+        ((limits.SAFETENSORS_HEADER_BYTES + 1).to_bytes(8, "little"), 8),
+        (b"\xff" * 8, 8),
+        (b"", 8),
+    ],
+)
+def test_nothing_behind_the_header_has_to_be_read(start: bytes, end: int) -> None:
+    assert header_end(start) == end
+
+
+def test_the_header_alone_gives_the_same_findings_as_more_of_the_file() -> None:
+    file = sample.weights({**sample.tensors(), "x": ("I8", (3,))})
+    whole = header_parse(file, len(file))
+    assert header_parse(file[: header_end(file)], len(file)) == whole
+    assert whole[1] != ()

@@ -50,6 +50,9 @@ VERDICT = verdict.VerdictClaims(
 BASE = verdict.BaseClaims(name="smollm2", **SHARED)
 
 
+FINDINGS = (generate.ROOT / "docs" / "findings.md").read_text("utf-8")
+
+
 def validator(name: str) -> Draft202012Validator:
     schema = json.loads((generate.ROOT / "schemas" / f"{name}.json").read_text("utf-8"))
     Draft202012Validator.check_schema(schema)
@@ -66,6 +69,7 @@ def test_a_stale_and_a_left_over_file_are_seen(
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     for folder in ("schemas", "docs"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "docs" / "findings.md").write_text(FINDINGS)
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
     (tmp_path / "schemas" / "artifact.json").write_text("{}")
@@ -74,6 +78,36 @@ def test_a_stale_and_a_left_over_file_are_seen(
     said = capsys.readouterr().err
     assert "schemas/artifact.json" in said
     assert "schemas/gone.json" in said
+
+
+def test_every_code_is_explained_in_its_place() -> None:
+    assert generate.findings_page_faults(FINDINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("### FILE_EMPTY\n", "### FILE_VOID\n"), "FILE_EMPTY: not explained"),
+        (("### FILE_EMPTY\n", "### FILE_VOID\n"), "FILE_VOID: no such code"),
+        (("### FILE_EMPTY\n", "### FILE_EMPTY\n### FILE_EMPTY\n"), "FILE_EMPTY: out of order"),
+        (("### NO_SANDBOX\n", "### NO_SANDBOX\n### FILE_EMPTY\n"), "FILE_EMPTY: out of order"),
+        (("- What to do: ", "- Do: "), "FILE_NAME_FORBIDDEN: no '- What to do: '"),
+    ],
+)
+def test_a_page_of_findings_that_does_not_fit_the_code_fails_the_check(
+    change: tuple[str, str],
+    fault: str,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    for folder in ("schemas", "docs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "docs" / "findings.md").write_text(FINDINGS.replace(*change, 1))
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 1
+    assert f"docs/findings.md: {fault}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(generate.MODELS))
@@ -110,7 +144,7 @@ def test_a_finding_fits_its_schema_and_model() -> None:
         ("baseModelDigest", "sha256:short"),
         ("rank", 0),
         ("rank", "8"),
-        ("targetModules", "all"),
+        ("targetModules", ""),
         ("surprise", 1),
     ],
 )

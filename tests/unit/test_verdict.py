@@ -184,6 +184,12 @@ def test_base_statement() -> None:
         check(envelope, now=BASE.not_after)
     with pytest.raises(UntrustedError, match="another verifier"):
         check(sign(v.base_statement(replace(BASE, verifier_id="urn:other"))))
+    renewed = replace(BASE, earlier_catalog_digests=(digest_of(b"1"), digest_of(b"2")))
+    assert check(sign(v.base_statement(renewed))) == renewed
+    assert renewed.catalog_digests == {BASE.catalog_digest, digest_of(b"1"), digest_of(b"2")}
+    wrong = replace(BASE, earlier_catalog_digests=("sha256:short",))  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(UntrustedError):
+        check(sign(v.base_statement(wrong)))
     # One kind of statement is never taken for the other.
     with pytest.raises(UntrustedError):
         check(ENVELOPE)

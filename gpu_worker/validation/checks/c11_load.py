@@ -2,14 +2,15 @@
 
 PEFT copies a key that names a base tensor into the base without a word, and one that names another
 adapter into that adapter. So the base's parameters are hashed before and after, and a resident
-adapter with random values on the same modules stands beside.
+adapter with random values on the same modules stands beside. A base that differs from the proven
+one before anything was loaded is a fault of this node; after loading it is the adapter's doing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,13 +23,25 @@ from gpu_worker.validation.checks.candidate import (
     RESIDENT,
     Candidate,
     CheckFaultError,
+    base_name,
     reading,
 )
 from registry_service.domain.findings import Check, Code, Finding, refuse
 
 _RESIDENT_RANK: Final = 2
+# PEFT's random values are large: at full scale they would drown what check 13 compares.
+_RESIDENT_SCALING: Final = 1 / 16
 _KEYS_SHOWN: Final = 64
-_ADAPTER_PARTS: Final = ("modules_to_save", "token_adapter")
+# What decides which modules an adapter sits on. PEFT asks that all adapters on one model name the
+# same target_parameters. The task type decides which modules PEFT saves and wraps beside LoRA.
+_SELECTION: Final = (
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "task_type",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +55,21 @@ class Loaded:
 def load_check(
     candidate: Candidate, model: torch.nn.Module, base_digest: str, device: str
 ) -> tuple[list[Finding], Loaded | None]:
-    """Load beside a resident adapter; ``base_digest`` is the base parameters' hash before.
+    """Load beside a resident adapter; ``base_digest`` is the proven base's parameters' hash.
 
     Raises:
-        CheckFaultError: a fault of ours.
+        CheckFaultError: a fault of ours, a base that is not the proven one included.
     """
+    before = parameters_digest(base_tensors(model))
+    if before != base_digest:
+        raise CheckFaultError(
+            f"{Code.BASE_DIFFERS}: parameters in memory: expected {base_digest}, got {before}"
+        )
     findings: list[Finding] = []
     loaded: Loaded | None = None
-    with reading(Check.LOAD, "adapter", findings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with reading(Check.LOAD, "adapter", findings):
         peft_model = _resident_add(candidate, model)
-        before = parameters_digest(_of_adapter(peft_model, RESIDENT))
+        resident = parameters_digest(adapter_tensors(peft_model, RESIDENT))
         started = time.perf_counter()
         result = peft_model.load_adapter(
             str(candidate.directory), CANDIDATE, is_trainable=False, torch_device=device
@@ -60,7 +77,7 @@ def load_check(
         loaded = Loaded(peft_model, time.perf_counter() - started)
         findings += _keys(Code.LOAD_MISSING_KEYS, "no missing key", result.missing_keys)
         findings += _keys(Code.LOAD_UNEXPECTED_KEYS, "no unexpected key", result.unexpected_keys)
-        if parameters_digest(_of_adapter(peft_model, RESIDENT)) != before:
+        if parameters_digest(adapter_tensors(peft_model, RESIDENT)) != resident:
             expected = "the resident adapter as it was"
             findings.append(
                 refuse(Check.LOAD, Code.OTHER_ADAPTER_CHANGED, RESIDENT, expected, "changed values")
@@ -72,13 +89,20 @@ def load_check(
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's parameters and buffers under their own names, with or without adapters around."""
+    """The base's parameters and buffers under their own names, with or without adapters around.
+
+    PEFT writes an adapter's name into the name of every tensor of it. All the rest is the base's.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        parts = name.split(".")
-        if any(part in _ADAPTER_PARTS or part.startswith("lora_") for part in parts):
-            continue
-        kept = [part for part in parts if part not in ("base_layer", "original_module")]
-        yield ".".join(kept), tensor
+        if not {CANDIDATE, RESIDENT} & {*name.split(".")}:
+            yield base_name(name), tensor
+
+
+def adapter_tensors(model: PeftModel, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that ``adapter`` keeps resident."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if adapter in name.split("."):
+            yield name, tensor
 
 
 def parameters_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -93,28 +117,22 @@ def parameters_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return "sha256:" + state.hexdigest()
 
 
-def adapter_tensors(model: PeftModel, adapter: str) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that ``adapter`` keeps resident."""
-    return list(_of_adapter(model, adapter))
-
-
-def _of_adapter(model: PeftModel, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if adapter in name.split("."):
-            yield name, tensor
-
-
 def _resident_add(candidate: Candidate, model: torch.nn.Module) -> PeftModel:
     """A small random adapter on the candidate's own modules, where a stray key would hit it."""
     chosen = {
-        field: candidate.config.get(field)
-        for field in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        field: candidate.config[field]
+        for field in _SELECTION
         if candidate.config.get(field) is not None
     }
+    # PEFT asks that the rank on a grouped convolution be a multiple of its groups.
+    groups = (m.groups for m in model.modules() if isinstance(m, torch.nn.Conv2d))
     torch.manual_seed(0)
-    config = LoraConfig(r=_RESIDENT_RANK, init_lora_weights=False, **chosen)
+    rank = math.lcm(_RESIDENT_RANK, *groups)
+    config = LoraConfig(
+        r=rank, lora_alpha=rank * _RESIDENT_SCALING, init_lora_weights=False, **chosen
+    )
     peft_model: Any = get_peft_model(model, config, adapter_name=RESIDENT)
-    if not any(True for _ in _of_adapter(peft_model, RESIDENT)):
+    if not any(True for _ in adapter_tensors(peft_model, RESIDENT)):
         raise CheckFaultError("the resident adapter has no tensors")
     return peft_model.eval()
 

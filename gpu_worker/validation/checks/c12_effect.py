@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from peft import PeftModel
 
-from gpu_worker.validation.checks.candidate import CANDIDATE, Candidate, reading
+from gpu_worker.validation.checks.candidate import CANDIDATE, reading
+from gpu_worker.validation.checks.inputs import Inputs, logits_of
 from registry_service.domain.findings import Check, Code, Finding, refuse
-
-_TOKENS: Final = 32
-_STRIDE: Final = 7919
-_CHOSEN_TOKENS: Final = 16
-
-
-def effect_inputs(candidate: Candidate, model: Any) -> torch.Tensor:
-    """Fixed tokens, and those that an adapter on an embedding touches most."""
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = (torch.arange(_TOKENS) * _STRIDE + 1) % vocabulary
-    for name, tensor in sorted(candidate.tensors.items()):
-        if name.endswith(".lora_embedding_A") and tensor.dim() == 2:
-            weight = tensor.float().norm(dim=0)[:vocabulary]
-            tokens = torch.cat([tokens, weight.topk(min(_CHOSEN_TOKENS, len(weight))).indices])
-    return tokens.unsqueeze(0).to(next(model.parameters()).device)
-
-
-def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's first output over ``tokens``."""
-    options: dict[str, Any] = {"input_ids": tokens}
-    if getattr(model.config, "is_encoder_decoder", False):
-        options["decoder_input_ids"] = tokens
-    with torch.inference_mode():
-        output = model(**options)
-    result: torch.Tensor = output[0].detach().clone()
-    return result
 
 
 def effect_check(
-    model: PeftModel, tokens: torch.Tensor, base: torch.Tensor
+    model: PeftModel, inputs: Inputs, base: torch.Tensor
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Compare the adapter on and off with ``base``, the output before anything was loaded.
 
@@ -49,9 +24,9 @@ def effect_check(
     measured: dict[str, Any] = {}
     with reading(Check.EFFECT, "forward", findings):
         model.set_adapter(CANDIDATE)
-        on = logits_of(model, tokens)
+        on = logits_of(model, inputs)
         with model.disable_adapter():
-            off = logits_of(model, tokens)
+            off = logits_of(model, inputs)
         measured = {"maxDifference": float((on.double() - off.double()).abs().max())}
         findings += _compare(on, off, base)
     return findings, measured

@@ -14,11 +14,14 @@ from registry_service.domain.findings import Check, Code, Finding, refuse
 
 WEIGHT_PATH: Final = "adapter_model.safetensors"
 CONFIG_PATH: Final = "adapter_config.json"
+DECLARATION_PATH: Final = "adapter-declaration.json"
 PREFIX: Final = "base_model.model."
 CANDIDATE: Final = "candidate"
 RESIDENT: Final = "resident"
 
 _MEMORY_WORDS: Final = ("out of memory", "can't allocate memory", "cannot allocate memory")
+# What PEFT puts around a base's module; the base's own name is what is left without them.
+_WRAPPERS: Final = frozenset({"base_layer", "original_module", "token_adapter"})
 
 
 class CheckFaultError(Exception):
@@ -43,6 +46,11 @@ class Candidate:
     weights: bytes = b""
     config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def base_name(name: str) -> str:
+    """The base's own name of a module or tensor, without PEFT's wrappers around it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @contextmanager
