@@ -25,7 +25,6 @@ def check() -> list[dict[str, Any]]:
         transformers_version="5.24.0",
         input_embedding=None,
         output_embedding=None,
-        tied=False,
         modules=tuple(
             Module(
                 name=name,

@@ -73,7 +73,6 @@ def catalog(**changes: Any) -> Catalog:
         "transformers_version": "5.24.0",
         "input_embedding": "model.wte",
         "output_embedding": "lm_head",
-        "tied": True,
         "modules": tuple(modules),
     }
     return Catalog(**{**fields, **changes})

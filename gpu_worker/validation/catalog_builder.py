@@ -45,7 +45,6 @@ def catalog_build(base: Path | Mapping[str, Any], base_digest: Digest) -> Catalo
     quantization = quantization_of(raw)
     model = _meta_model(raw)
     names = {id(module): name for name, module in model.named_modules()}
-    tied = tied_modules(model)
     return Catalog(
         base_digest=base_digest,
         model_class=type(model).__name__,
@@ -54,8 +53,7 @@ def catalog_build(base: Path | Mapping[str, Any], base_digest: Digest) -> Catalo
         quantization=quantization,
         input_embedding=names.get(id(model.get_input_embeddings())),
         output_embedding=names.get(id(model.get_output_embeddings())),
-        tied=bool(tied),
-        tied_modules=tied,
+        tied_modules=tied_modules(model),
         aliases=aliases(model),
         modules=tuple(_module(name, module) for name, module in model.named_modules() if name),
     )

@@ -106,7 +106,6 @@ class Catalog(_Strict):
     quantization: _Word = "none"
     input_embedding: _Name | None
     output_embedding: _Name | None
-    tied: bool
     tied_modules: tuple[_Name, ...] = ()
     aliases: dict[_Name, _Name] = {}
     modules: Annotated[tuple[Module, ...], Field(min_length=1, max_length=limits.CATALOG_MODULES)]

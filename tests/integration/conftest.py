@@ -187,7 +187,6 @@ def tiny_catalog(base_digest: Digest) -> Catalog:
         transformers_version="5.24.0",
         input_embedding=None,
         output_embedding=None,
-        tied=False,
         modules=tuple(modules),
     )
 

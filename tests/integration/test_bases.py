@@ -229,7 +229,7 @@ def test_a_node_with_an_earlier_catalog_goes_on_and_a_strangers_is_refused(world
 
 def test_two_that_differ_on_the_new_version_change_nothing(world: World) -> None:
     old, new = catalog_of(world.base_digest), catalog_of(world.base_digest, NEW)
-    wrong = catalog_of(world.base_digest, NEW, tied=True)
+    wrong = catalog_of(world.base_digest, NEW, model_class="OtherForCausalLM")
     recatalog(world)
     submit(world, "validator", new)
     disputed = submit(world, "worker-2", wrong)
@@ -257,7 +257,7 @@ def test_only_agreement_on_one_other_version_replaces_the_catalog(world: World) 
     old = catalog_of(world.base_digest)
     recatalog(world)
     with pytest.raises(RefusedError, match="use that version"):
-        submit(world, "validator", catalog_of(world.base_digest, tied=True))
+        submit(world, "validator", catalog_of(world.base_digest, model_class="OtherForCausalLM"))
     for worker in ("validator", "worker-2", "node"):
         assert submit(world, worker, old)["recatalog"] == "COLLECTING"
     for worker, version in (("validator", NEW), ("worker-2", "6.0.1")):
@@ -265,7 +265,9 @@ def test_only_agreement_on_one_other_version_replaces_the_catalog(world: World) 
             old.digest
         )
     with pytest.raises(ConflictError, match="made before"):
-        submit(world, "validator", catalog_of(world.base_digest, NEW, tied=True))
+        submit(
+            world, "validator", catalog_of(world.base_digest, NEW, model_class="OtherForCausalLM")
+        )
     assert submit(world, "node", catalog_of(world.base_digest, "6.0.1"))["transformersVersion"] == (
         "6.0.1"
     )
@@ -370,7 +372,7 @@ def test_an_operator_asks_and_sees_who_made_what(
     assert cli_main.main(["base", "recatalog", "tiny", "--reason", "transformers 6"]) == 0
     assert "COLLECTING" in capsys.readouterr().out
     submit(world, "validator", new)
-    submit(world, "worker-2", catalog_of(world.base_digest, NEW, tied=True))
+    submit(world, "worker-2", catalog_of(world.base_digest, NEW, model_class="OtherForCausalLM"))
     assert cli_main.main(["base", "show", "tiny"]) == 0
     said = capsys.readouterr().out
     for word in ("CONFLICTED", "LlamaForCausalLM", OLD, NEW, "worker-1", "worker-2", "none"):

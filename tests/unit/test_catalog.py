@@ -66,7 +66,7 @@ def test_a_module_that_does_not_add_up_is_refused(field: str, value: Any) -> Non
     [
         ("baseDigest", "sha256:B"),
         ("modules", []),
-        ("tied", 1),
+        ("tiedModules", 1),
         ("schemaVersion", 2),
         ("inputEmbedding", "nowhere"),
         ("outputEmbedding", ""),
@@ -80,7 +80,7 @@ def test_a_catalog_with_a_wrong_field_is_refused(field: str, value: Any) -> None
         catalog_parse(json.dumps(document).encode())
 
 
-@pytest.mark.parametrize("field", ["baseDigest", "modules", "tied", "inputEmbedding"])
+@pytest.mark.parametrize("field", ["baseDigest", "modules", "modelType", "inputEmbedding"])
 def test_a_missing_field_is_refused(field: str) -> None:
     document = _document()
     del document[field]
@@ -91,4 +91,4 @@ def test_a_missing_field_is_refused(field: str) -> None:
 def test_a_repeated_key_is_refused() -> None:
     content = sample.catalog().to_bytes()
     with pytest.raises(MalformedError, match="twice"):
-        catalog_parse(content[:-1] + b',"tied":false}')
+        catalog_parse(content[:-1] + b',"modelType":"x"}')

@@ -41,7 +41,7 @@ def base(root: str = "model", layers: int = 4, *more: Module) -> Catalog:
             path = f"{root}.layers.{layer}.self_attn.{name}"
             modules.append(sample.module(path, Kind.LINEAR, WIDTH, WIDTH))
     modules.append(sample.module("lm_head", Kind.LINEAR, WIDTH, ROWS))
-    return sample.catalog(input_embedding=embedding.name, modules=(*modules, *more), tied=False)
+    return sample.catalog(input_embedding=embedding.name, modules=(*modules, *more))
 
 
 def expected_of(catalog: Catalog, *targets: str, **more: tuple[int, ...]) -> ExpectedTensors:
