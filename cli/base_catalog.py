@@ -44,7 +44,8 @@ def catalog_build(source: Path, base_digest: Digest | None) -> bytes:
         raise WorkerMissingError(f"making a catalog needs {' and '.join(missing)}")
     digest = base_digest or _digest(source)
     say(f"making the catalog of {source}")
-    command = [sys.executable, "-m", _BUILDER, str(source), digest]
+    # -P: the current directory may be the very adapter that is checked.
+    command = [sys.executable, "-P", "-m", _BUILDER, str(source), digest]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode == 0:
         return done.stdout

@@ -12,6 +12,7 @@ from registry_service.domain.base_model import (
     BASE_CONFIG_PATH,
     WEIGHT_SUFFIX,
     base_config_parse,
+    base_json_check,
     base_media_type,
     base_names_check,
     base_precision,
@@ -19,6 +20,7 @@ from registry_service.domain.base_model import (
     chat_template_of,
     is_base_file,
     is_tokenizer_file,
+    may_ask_for_code,
     tokenizer_digest,
 )
 from registry_service.domain.canonical import json_parse
@@ -48,8 +50,10 @@ def base_read(name: str, folder: Path, progress: Progress | None = None) -> Base
     """
     if not folder.is_dir():
         raise MalformedError(f"{folder}: expected a folder with config.json and *.safetensors")
+    base_names_check(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     paths = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    base_names_check(paths)
+    for path in filter(may_ask_for_code, paths):
+        base_json_check(path, (folder / path).read_bytes())
     entries, headers = [], {}
     for path in filter(is_base_file, paths):
         with HashingReader(folder / path) as reader:

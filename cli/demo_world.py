@@ -84,7 +84,7 @@ class World:
             {"ADAPTERCTL_URL": self.profile["url"], "ADAPTERCTL_TOKEN": token}
         )
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE, *arguments, "--json"],
+            [sys.executable, "-P", "-m", _MODULE, *arguments, "--json"],
             stdout=subprocess.PIPE,
             env=environment,
             check=False,
@@ -168,7 +168,7 @@ class Running(threading.Thread):
 @contextmanager
 def stack_running(world: World) -> Iterator[None]:
     """``adapterctl up`` as a process, from its ready line to its clean end."""
-    command = [sys.executable, "-m", _MODULE, "up", "--port", "0"]
+    command = [sys.executable, "-P", "-m", _MODULE, "up", "--port", "0"]
     command += ["--data-dir", str(world.stack), "--base", f"smollm2={world.base}"]
     process = _start(command)
     try:
@@ -194,7 +194,7 @@ def process_relay(arguments: Sequence[str]) -> None:
     Raises:
         DemoFailedError: it failed.
     """
-    process = _start([sys.executable, "-m", *arguments])
+    process = _start([sys.executable, "-P", "-m", *arguments])
     assert process.stdout is not None  # noqa: S101 - it was asked for
     try:
         for text in process.stdout:

@@ -52,7 +52,7 @@ class Children:
         log = self.logs / f"{name}.log"
         with _log_open(log) as out:
             done = subprocess.run(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -68,7 +68,7 @@ class Children:
         log = self.logs / f"{name}.log"
         with _log_open(log) as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

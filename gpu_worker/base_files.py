@@ -17,6 +17,7 @@ from typing import Final
 from registry_service.domain import limits
 from registry_service.domain.base_model import (
     base_config_parse,
+    base_json_check,
     base_media_type,
     base_names_check,
     base_precision,
@@ -24,6 +25,7 @@ from registry_service.domain.base_model import (
     chat_template_of,
     is_base_file,
     is_tokenizer_file,
+    may_ask_for_code,
     tokenizer_digest,
 )
 from registry_service.domain.digests import Digest, digest_of
@@ -60,7 +62,10 @@ def base_prove(directory: Path) -> ProvenBase:
     directory = directory.resolve()
     try:
         paths = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
-        base_names_check(paths)
+        every = (path for path in directory.rglob("*") if path.is_file())
+        base_names_check(path.relative_to(directory).as_posix() for path in every)
+        for path in filter(may_ask_for_code, paths):
+            base_json_check(path, _small_file(directory / path))
         stamps = _stamps(directory, paths)
         entries = tuple(_entry(directory, path) for path in paths if is_base_file(path))
         tokenizer = {p: _small_file(directory / p) for p in paths if is_tokenizer_file(p)}

@@ -18,9 +18,12 @@ from registry_service.domain.expected_tensors import KEY_PREFIX, ExpectedTensors
 from registry_service.domain.expressions import Matches, matches_of
 from registry_service.domain.findings import Code, Finding
 from registry_service.domain.peft_config import peft_config_parse
+from registry_service.domain.rewrites import REWRITTEN_TYPES
 
 # What PEFT does without a word where the registry wants it said: a stricter refusal, by name.
 STRICTER: Final = frozenset({Code.TARGET_UNKNOWN, Code.PATTERN_UNUSED, Code.TARGET_KIND})
+"""A target, exclusion, layer or pattern that hits nothing; a module on which an adapter does
+nothing; a target that PEFT rewrites; tensors that it renames by wrapping around them."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,12 @@ class Draw:
     linear: list[str] = field(init=False)
     embeddings: list[str] = field(init=False)
     parameters: list[str] = field(init=False)
+    whole: float = field(init=False)
 
     def __post_init__(self) -> None:
         modules = self.catalog.modules
         rewritten = ("gate", "gate_proj", "up_proj", "down_proj")
-        fused = any(len(shape) == 3 for m in modules for shape in m.tensors.values())
+        fused = self.catalog.model_type in REWRITTEN_TYPES
         self.linear = [
             m.name
             for m in modules
@@ -109,6 +113,8 @@ class Draw:
             and not (fused and m.last_name in rewritten)
             and m.last_name not in ("score", "classifier", "pre_classifier")
         ]
+        # PEFT rewrites all-linear where experts are fused: refused by name, so drawn less often.
+        self.whole = 0.2 if fused else 1.0
         self.embeddings = [m.name for m in modules if m.kind is Kind.EMBEDDING]
         self.parameters = [
             f"{m.name}.{p}" for m in modules for p in m.parameters if len(m.tensors[p]) == 3
@@ -147,7 +153,8 @@ class Draw:
     def _task(self) -> str | None:
         name = self.catalog.model_class
         if name.endswith("SequenceClassification"):
-            return "SEQ_CLS"
+            # Now and then a task that PEFT does not take for the class.
+            return "CAUSAL_LM" if self._chance(0.05) else "SEQ_CLS"
         return self.rng.choice(["SEQ_2_SEQ_LM" if name.startswith("T5") else "CAUSAL_LM", None])
 
     def _endings(self, names: list[str], count: int) -> list[str]:
@@ -160,12 +167,15 @@ class Draw:
 
     def _targets(self, options: dict[str, Any]) -> None:
         kind = self.rng.random()
-        if kind < 0.15 and not self.parameters:
+        if kind < 0.15 * self.whole:
             options["target_modules"] = "all-linear"
-        elif kind < 0.3 and not self.parameters:
+        elif kind < 0.3:
             lasts = sorted({name.rpartition(".")[2] for name in self.linear})
             chosen = self.rng.sample(lasts, min(2, len(lasts)))
-            options["target_modules"] = rf".*\.({'|'.join(chosen)})"
+            whole = re.escape(self.rng.choice(self.linear))
+            options["target_modules"] = self.rng.choice(
+                [rf".*\.({'|'.join(chosen)})"] * 3 + [whole]
+            )
         else:
             options["target_modules"] = self._endings(self.linear, self.rng.randint(1, 4))
             if self._chance(0.2) and self.embeddings:

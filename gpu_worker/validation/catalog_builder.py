@@ -21,6 +21,8 @@ from registry_service.domain import limits
 from registry_service.domain.base_model import (
     BASE_CONFIG_PATH,
     base_config_parse,
+    base_json_check,
+    may_ask_for_code,
     remote_code_refuse,
 )
 from registry_service.domain.catalog import Catalog, Kind, Module
@@ -85,6 +87,8 @@ def _read(base: Path) -> dict[str, Any]:
             # transformers loads an adapter that lies beside a base as a part of it.
             if path.name == "adapter_config.json" or path.suffix == ".py":
                 raise RefusedError(f"base: refused because it holds {shown(path.name)}; remove it")
+            if path.parent == base and may_ask_for_code(path.name) and path.is_file():
+                base_json_check(path.name, path.read_bytes())
         with (base / BASE_CONFIG_PATH if base.is_dir() else base).open("rb") as file:
             return base_config_parse(file.read(limits.BASE_CONFIG_BYTES + 1))
     except OSError as error:
@@ -140,9 +144,8 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _kind(module: nn.Module) -> tuple[Kind, int | None, int | None]:
-    # An attention's inner projection that bypasses forward: an adapter on it would do nothing.
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return Kind.OTHER, None, None
+        return Kind.INERT, None, None
     if isinstance(module, nn.Linear):
         return Kind.LINEAR, module.in_features, module.out_features
     if isinstance(module, Conv1D):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -14,10 +15,15 @@ from registry_service.domain.manifest import (
     WEIGHT_CONFIG_MEDIA_TYPE,
     WEIGHT_MEDIA_TYPE,
 )
+from registry_service.domain.text import shown
 from registry_service.domain.tokenizer_files import LARGEST_INTEGER
 
 BASE_CONFIG_PATH: Final = "config.json"
 WEIGHT_SUFFIX: Final = ".safetensors"
+# Vocabularies and lists of tensors: large, and read as data alone.
+_DATA_PATHS: Final = frozenset(
+    {"tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json"}
+)
 _TEMPLATE_PATH: Final = "chat_template.jinja"
 _PRECISIONS: Final = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}
 
@@ -46,17 +52,19 @@ def base_precision(dtypes: Iterable[str]) -> str:
     return names.pop() if len(names) == 1 else "mixed"
 
 
-def base_names_check(paths: list[str]) -> None:
+def base_names_check(paths: Iterable[str]) -> None:
     """Refuse a base directory that would run code or bring an adapter along.
 
-    transformers loads an ``adapter_config.json`` beside a base as an adapter of it.
+    ``paths`` are those of all its files, with ``/`` between folders. transformers loads an
+    ``adapter_config.json`` beside a base as an adapter of it.
 
     Raises:
         RefusedError: such a file is there, or config or weights are missing.
     """
-    for path in sorted(paths):
-        if path == "adapter_config.json" or path.endswith(".py"):
-            raise RefusedError(f"base: refused because it holds '{path}'; remove it")
+    paths = sorted(paths)
+    for path in paths:
+        if path.rpartition("/")[2] == "adapter_config.json" or path.endswith(".py"):
+            raise RefusedError(f"base: refused because it holds {shown(path)}; remove it")
     if BASE_CONFIG_PATH not in paths or not any(p.endswith(WEIGHT_SUFFIX) for p in paths):
         raise RefusedError("base: expected config.json and at least one .safetensors file")
 
@@ -74,7 +82,27 @@ def base_config_parse(content: bytes) -> dict[str, Any]:
     return config
 
 
-def remote_code_refuse(value: Any) -> None:
+def may_ask_for_code(path: str) -> bool:
+    """True for the names of a base's files that ``base_json_check`` has to see."""
+    return path.endswith(".json") and path not in _DATA_PATHS
+
+
+def base_json_check(path: str, content: bytes) -> None:
+    """Refuse a JSON file beside a base's weights that asks for code.
+
+    A tokenizer's and a processor's config may name a class of their own, as ``config.json`` may.
+    What is no JSON says nothing to anybody.
+
+    Raises:
+        RefusedError: it holds an ``auto_map``.
+    """
+    try:
+        remote_code_refuse(json.loads(content), path)
+    except (ValueError, RecursionError):
+        return
+
+
+def remote_code_refuse(value: Any, path: str = BASE_CONFIG_PATH) -> None:
     """Refuse a config that asks for code, at any depth: the models inside a model have configs.
 
     Raises:
@@ -83,13 +111,13 @@ def remote_code_refuse(value: Any) -> None:
     if isinstance(value, Mapping):
         if "auto_map" in value:
             raise RefusedError(
-                "config.json: auto_map asks for remote code, which is never run here"
+                f"{shown(path)}: auto_map asks for remote code, which is never run here"
             )
         for item in value.values():
-            remote_code_refuse(item)
+            remote_code_refuse(item, path)
     elif isinstance(value, list):
         for item in value:
-            remote_code_refuse(item)
+            remote_code_refuse(item, path)
 
 
 def tokenizer_digest(files: Mapping[str, Digest]) -> Digest:

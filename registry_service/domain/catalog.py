@@ -34,6 +34,8 @@ class Kind(StrEnum):
     CONV1D = "conv1d"
     CONV2D = "conv2d"
     EMBEDDING = "embedding"
+    # A linear that its parent reads the weights of and never calls: an adapter on it does nothing.
+    INERT = "inert"
     OTHER = "other"
 
 
@@ -70,12 +72,13 @@ class Module(_Strict):
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         sizes = (self.in_size, self.out_size)
-        if (self.kind is Kind.OTHER) != (sizes == (None, None)) or sizes.count(None) == 1:
+        bare = self.kind in (Kind.INERT, Kind.OTHER)
+        if bare != (sizes == (None, None)) or sizes.count(None) == 1:
             raise ValueError("expected in and out sizes exactly for a kind that LoRA can be put on")
         if (self.kind is Kind.CONV2D) != (len(self.kernel) == 2):
             raise ValueError("expected a kernel of two sizes exactly for a convolution")
         stored = self._stored()
-        if self.kind is not Kind.OTHER and self.tensors.get("weight", stored) != stored:
+        if not bare and self.tensors.get("weight", stored) != stored:
             raise ValueError(f"expected a weight of shape {stored}")
         if not set(self.parameters) <= self.tensors.keys():
             raise ValueError("expected every parameter among the tensors")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from registry_service.domain import limits
+from registry_service.domain.findings import Check, Code, Finding, review
 from registry_service.domain.report import ModuleGroup
 
 MODULES: Final = "modules"
@@ -74,6 +75,29 @@ def versions_compare(before: VersionFacts, now: VersionFacts) -> Comparison:
         order = ("added", "removed", "changed", "same")
         modules = tuple(sorted(changes, key=lambda c: (order.index(c.change), c.pattern)))
     return Comparison(before.rank, now.rank, before.alpha, now.alpha, modules)
+
+
+def change_check(alias: str, before: VersionFacts, now: VersionFacts) -> tuple[Finding, ...]:
+    """A look at modules whose scaling is far from that of the version that ``alias`` points to.
+
+    The factor stands in no tensor: ten times the alpha changes nothing else in the file.
+    """
+    far = [
+        (change.pattern, old, new)
+        for change in versions_compare(before, now).modules or ()
+        for old, new in [(_largest(change.before), _largest(change.now))]
+        if old and new and not 1 / limits.SCALING_CHANGE < new / old < limits.SCALING_CHANGE
+    ]
+    if not far:
+        return ()
+    pattern, old, new = max(far, key=lambda item: abs(math.log(item[2] / item[1])))
+    where = pattern if len(far) == 1 else f"{pattern} and {len(far) - 1} more"
+    expected = f"a factor of B·A near the {old:g} of the version that '{alias}' points to"
+    return (review(Check.STRUCTURE, Code.SCALING_CHANGED, where, expected, f"{new:g}"),)
+
+
+def _largest(states: tuple[ModuleState, ...]) -> float | None:
+    return max((s.scaling for s in states if s.scaling is not None), default=None)
 
 
 def measured_modules(groups: tuple[ModuleGroup, ...]) -> dict[str, Any]:

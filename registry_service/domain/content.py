@@ -63,7 +63,7 @@ _FORMATS: Final = (
     (b"\x93NUMPY", "a NumPy array"),
 )
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
-_HDF5_OFFSETS: Final = (0, 512, 1024, 2048)
+_HDF5_OFFSETS: Final = (0, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 _TAR_BLOCK: Final = 512
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22

@@ -44,8 +44,9 @@ class Expectation:
 class ExpectedTensors:
     """Tensors by name, and the factor of B·A and the rank by module; complete without findings.
 
-    ``copies`` are base tensors that PEFT may save beside the adapter: all of them or none, and
-    none under a policy without full tensors.
+    A targeted parameter stands under its own name. ``copies`` are base tensors that PEFT may save
+    beside the adapter: all of them or none, and none where ``full_tensors``, the tenant's policy,
+    is off.
     """
 
     tensors: Mapping[str, Expectation]
@@ -53,6 +54,7 @@ class ExpectedTensors:
     findings: tuple[Finding, ...]
     copies: Mapping[str, Expectation]
     ranks: Mapping[str, int]
+    full_tensors: bool = False
 
 
 def expected_tensors(
@@ -89,10 +91,11 @@ def expected_tensors(
         findings=(),
         copies={
             f"{KEY_PREFIX}{module.name}.base_layer.{key}": _whole(module.name, shape)
-            for module in (chosen.copied if full_tensors else ())
+            for module in chosen.copied
             for key, shape in module.tensors.items()
         },
         ranks={key: int(ranks[key]) for key in keys},
+        full_tensors=full_tensors,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Final
 from registry_service.domain.catalog import Catalog
 from registry_service.domain.peft_config import LoraConfig
 from registry_service.domain.peft_fields import Expression
+from registry_service.domain.rewrites import probed_names
 
 # For each expression the names that it matches from end to end (``re.fullmatch``).
 Matches = Mapping[str, frozenset[str]]
@@ -41,13 +42,13 @@ def pattern_expression(key: Expression) -> str:
 
 
 def names_of(catalog: Catalog, config: LoraConfig) -> tuple[str, ...]:
-    """The names that the expressions of ``config`` are asked about: modules, and parameters where
-    the config targets those.
+    """The names that the expressions of ``config`` are asked about: modules, parameters where the
+    config targets those, and what PEFT would ask about besides.
     """
     names = [module.name for module in catalog.modules]
     if config.target_parameters:
         names += [f"{m.name}.{parameter}" for m in catalog.modules for parameter in m.parameters]
-    return tuple(names)
+    return tuple(dict.fromkeys((*names, *probed_names(catalog))))
 
 
 def matches_of(catalog: Catalog, config: LoraConfig, matcher: Matcher) -> Matches:

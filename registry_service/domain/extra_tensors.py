@@ -20,6 +20,11 @@ from registry_service.domain.selected import (
 
 # PEFT saves a full copy of the base's tensor beside an adapter on a module of these names.
 _EMBEDDINGS: Final = ("embed_tokens", "lm_head")
+# Modules that PEFT adds under a targeted one; "default" is the adapter's usual name.
+_PEFT_NAMES: Final = (
+    *("base_layer", "default", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A"),
+    *("lora_embedding_B", "lora_magnitude_vector", "lora_variant"),
+)
 _CONTAINERS: Final = frozenset({"ModuleList", "ModuleDict", "ParameterList", "ParameterDict"})
 # The heads that a task type adds to modules_to_save, and the names all-linear leaves out for it.
 HEADS: Final = {
@@ -59,7 +64,7 @@ class SavedModules:
             unused.difference_update(hits)
             if hits:
                 chosen.saved.append(name)
-        chosen.findings += [*self._unmatched(unused), *self._faults(chosen)]
+        chosen.findings += [*self._unmatched(unused), *self._own_names(), *self._faults(chosen)]
 
     def _unmatched(self, unused: set[str]) -> Iterator[Finding]:
         for entry in sorted(unused.difference(self.heads)):
@@ -68,6 +73,15 @@ class SavedModules:
             expected = f"a base with a module {' or '.join(self.heads)}"
             got = f"{self._config.task_type} on a {self._catalog.model_class}"
             yield config_finding(Code.TARGET_UNKNOWN, "task_type", expected, got)
+
+    def _own_names(self) -> Iterator[Finding]:
+        """An entry that also ends a name which PEFT itself puts into the model."""
+        for entry in self._config.modules_to_save:
+            if any(name.endswith(entry) for name in _PEFT_NAMES):
+                expected = "an entry that names no module of PEFT's own; write more of the name"
+                yield config_finding(
+                    Code.CONFIG_OPTION_UNSUPPORTED, "modules_to_save", expected, entry
+                )
 
     def _faults(self, chosen: Selection) -> Iterator[Finding]:
         classes = {module.name: module.class_name for module in self._catalog.modules}

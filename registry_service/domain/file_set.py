@@ -34,8 +34,10 @@ TEMPLATE_PATHS: Final = frozenset({"chat_template.jinja", "tokenizer_config.json
 # Read whole, so they are bounded like a document.
 WHOLE_PATHS: Final = TEMPLATE_PATHS | ARGUMENT_PATHS
 # A zip's end record with the longest comment, so that an archive behind other data is seen.
-TAIL_BYTES: Final = 22 + 65_535
-HEAD_BYTES: Final = 4 * limits.KIB
+# An archive's end record has a comment of up to 64 KiB behind it, and torch's reader looks some
+# pages further than that.
+TAIL_BYTES: Final = 128 * limits.KIB
+HEAD_BYTES: Final = 32 * limits.KIB + 8
 
 
 @dataclass(frozen=True, slots=True)

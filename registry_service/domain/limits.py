@@ -33,6 +33,8 @@ ALPHA: Final = 65_536
 TARGETS: Final = 1_024
 # The factor of B·A from which a person has to look: published configs lie at 8 or below.
 SCALING_REVIEW: Final = 10.0
+# How many times an alias's present version's factor, or its inverse, asks for a look.
+SCALING_CHANGE: Final = 4.0
 EXPRESSION_CHARS: Final = 1_024
 TOKEN_INDICES: Final = 65_536
 CATALOG_MODULES: Final = 200_000

@@ -68,9 +68,9 @@ def _unsupported(expected: str, value: Any) -> ValueRefusedError:
 def _peft_type(value: Any) -> str:
     if value == "LORA":
         return "LORA"
-    needed = OTHER_PEFT_TYPES.get(value) if isinstance(value, str) else None
-    hint = f"; {value} would need {needed}" if needed else ""
-    raise ValueRefusedError(Code.PEFT_TYPE_UNSUPPORTED, f"'LORA'{hint}", value)
+    known = OTHER_PEFT_TYPES.get(value) if isinstance(value, str) else None
+    needed = f"{value} would need {known}" if known else f"another would need {_RULE}"
+    raise ValueRefusedError(Code.PEFT_TYPE_UNSUPPORTED, f"'LORA'; {needed}", value)
 
 
 def _task_type(value: Any) -> str | None:
@@ -212,8 +212,7 @@ def _rows(value: Any) -> tuple[int, ...]:
 
 def _pattern(read: Reader) -> Reader:
     def reader(value: Any) -> tuple[tuple[str | Expression, Any], ...]:
-        if value is None:
-            return ()
+        # PEFT does not load a null here.
         if not isinstance(value, dict) or len(value) > limits.TARGETS:
             raise _value(f"an object of up to {limits.TARGETS} patterns", value)
         return tuple((_pattern_key(key), read(item)) for key, item in value.items())
@@ -269,7 +268,7 @@ DEFAULT_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "monteclora_config": (None,),
     "qalora_group_size": (16,),
     "runtime_config": (None, {"ephemeral_gpu_offload": False}),
-    "use_bdlora": (None, False),
+    "use_bdlora": (None,),
     "use_qalora": (False,),
     "velora_config": (None,),
 }

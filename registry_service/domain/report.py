@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from registry_service.domain.findings import Code, Finding, Severity
+from registry_service.domain import limits
+from registry_service.domain.findings import Check, Code, Finding, Severity, review
 
 if TYPE_CHECKING:
     from registry_service.domain.expected_tensors import ExpectedTensors
@@ -102,6 +103,15 @@ class ModuleGroup:
     def to_json(self) -> dict[str, Any]:
         """The form in a scan's measurements and of ``adapterctl check --json``."""
         return asdict(self)
+
+
+def variety_check(groups: Sequence[ModuleGroup]) -> tuple[Finding, ...]:
+    """A look at what has more different ranks and factors than a report keeps and compares."""
+    if len(groups) <= limits.REPORT_MODULE_GROUPS:
+        return ()
+    expected = f"at most {limits.REPORT_MODULE_GROUPS} groups of modules of one rank and factor"
+    got = f"{len(groups)}: this version is not compared with others"
+    return (review(Check.STRUCTURE, Code.MODULES_VARIED, "adapter", expected, got),)
 
 
 def modules_group(expected: ExpectedTensors) -> tuple[ModuleGroup, ...]:

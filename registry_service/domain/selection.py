@@ -23,7 +23,7 @@ from registry_service.domain.extra_tensors import (
 from registry_service.domain.findings import Check, Code, refuse
 from registry_service.domain.peft_config import LoraConfig
 from registry_service.domain.peft_fields import ALL_LINEAR, Expression
-from registry_service.domain.rewrites import default_finding, rewritten_findings
+from registry_service.domain.rewrites import default_finding, rewritten_findings, task_findings
 from registry_service.domain.selected import Selection, kind_finding, unmatched
 
 # PEFT refuses these on a state-space model: its kernels bypass their forward.
@@ -38,9 +38,10 @@ def select(catalog: Catalog, config: LoraConfig, matches: Matches) -> Selection:
     if config.target_modules is None:
         chosen.findings.append(default_finding(catalog))
         return chosen
-    chosen.findings += rewritten_findings(catalog, config)
-    saved = SavedModules(catalog, config)
+    chosen.findings += task_findings(catalog, config)
     targets = _targets(catalog, config, matches)
+    chosen.findings += rewritten_findings(catalog, config, targets)
+    saved = SavedModules(catalog, config)
     excluded = _names(config.exclude_modules, matches)
     _modules(chosen, catalog, config, targets, excluded, saved)
     _kinds(chosen, catalog)
@@ -102,7 +103,8 @@ def _targets(catalog: Catalog, config: LoraConfig, matches: Matches) -> frozense
     return frozenset(
         module.name
         for module in catalog.modules
-        if module.kind in (Kind.LINEAR, Kind.CONV1D) and module.name != left_out
+        # PEFT puts an adapter on an inert one too, which is refused with the others of its kind.
+        if module.kind in (Kind.LINEAR, Kind.CONV1D, Kind.INERT) and module.name != left_out
     )
 
 
@@ -151,6 +153,8 @@ def _kinds(chosen: Selection, catalog: Catalog) -> None:
         expected = None
         if module.kind is Kind.OTHER:
             expected = "a Linear, Conv1D, Conv2d or Embedding module"
+        elif module.kind is Kind.INERT:
+            expected = "a module that is called: its attention reads the weights alone; exclude it"
         elif catalog.model_type in _STATE_SPACE and module.last_name in _STATE_SPACE_TARGETS:
             expected = f"no target of this name in a {catalog.model_type} (PEFT refuses it)"
         if expected is not None:

@@ -8,6 +8,7 @@ deviations come first, since reports are cut at a limit.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from registry_service.domain.catalog import Catalog
 from registry_service.domain.deviations import deviations
@@ -15,6 +16,11 @@ from registry_service.domain.expected_tensors import Expectation, ExpectedTensor
 from registry_service.domain.findings import Check, Code, Finding, refuse
 from registry_service.domain.key_forms import adapter_name_of, plain_name
 from registry_service.domain.safetensors_header import Header, TensorInfo
+
+_NO_COPY: Final = (
+    "no copy of the base's embedding: the tenant's policy full_tensors is off; "
+    "save with save_pretrained(..., save_embedding_layers=False)"
+)
 
 
 def structure_check(
@@ -25,7 +31,8 @@ def structure_check(
     The known deviations first, then what the selection found, then tensor by tensor.
     """
     present = frozenset(tensor.name for tensor in header.tensors)
-    if not present.isdisjoint(expected.copies):
+    copied = present & expected.copies.keys()
+    if copied and expected.full_tensors:
         expected = replace(expected, tensors={**expected.tensors, **expected.copies})
     if not expected.findings and expected.tensors.keys() == present:
         # Names as they should be: only shapes and dtypes are left to look at.
@@ -37,6 +44,8 @@ def structure_check(
         expectation = expected.tensors.get(tensor.name)
         if expectation is not None:
             singles += _compared(tensor, expectation)
+        elif tensor.name in copied:
+            singles.append(_finding(Code.FULL_TENSOR, tensor.name, _NO_COPY, _shape(tensor.shape)))
         # Without an expectation to compare with, only what is wrong on any base is said.
         elif not expected.findings or _code(tensor.name, base_names) is not Code.UNEXPECTED_TENSOR:
             singles.append(_unexpected(tensor, base_names))

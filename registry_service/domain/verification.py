@@ -37,7 +37,7 @@ from registry_service.domain.manifest import (
     WEIGHT_PATH,
 )
 from registry_service.domain.peft_config import LoraConfig, peft_config_parse
-from registry_service.domain.report import ModuleGroup, modules_group
+from registry_service.domain.report import ModuleGroup, modules_group, variety_check
 from registry_service.domain.safetensors_header import Header, header_parse
 from registry_service.domain.structure import structure_check
 from registry_service.domain.tokenizer_files import ARGUMENT_PATHS, tokenizer_file_check
@@ -166,6 +166,7 @@ def static_check(
             findings += structure_check(header, expected, inputs.catalog)
             findings += scaling_check(expected)
             modules = modules_group(expected)
+            findings += variety_check(modules)
     # 8. The tenant's limits.
     findings += _limits(inputs, config)
     return StaticReport(tuple(findings), modules)

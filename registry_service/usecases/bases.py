@@ -14,9 +14,11 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.base_model import (
     base_config_parse,
+    base_json_check,
     chat_template_digest,
     chat_template_of,
     is_tokenizer_file,
+    may_ask_for_code,
     tokenizer_digest,
 )
 from registry_service.domain.digests import digest_equal, digest_of
@@ -209,6 +211,8 @@ def _base_files_check(
             raise RefusedError("files: expected config.json and tokenizer files only")
         if len(data) > limits.TOKENIZER_FILE_BYTES:
             raise RefusedError("files: a tokenizer file is over its size limit")
+        if may_ask_for_code(path):
+            base_json_check(path, data)
 
 
 def _event(

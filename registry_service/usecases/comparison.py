@@ -9,7 +9,15 @@ from typing import Any, Final
 from sqlalchemy.orm import Session
 
 from registry_service.domain import limits, wire
-from registry_service.domain.comparison import VersionFacts, version_facts, versions_compare
+from registry_service.domain.comparison import (
+    VersionFacts,
+    change_check,
+    measured_modules,
+    version_facts,
+    versions_compare,
+)
+from registry_service.domain.findings import Finding
+from registry_service.domain.report import ModuleGroup
 from registry_service.store.artifacts import ArtifactRow, artifact_get
 from registry_service.store.reviews import MeasuredRow, measured_list
 from registry_service.store.tags import TagRow, alias_page
@@ -42,6 +50,25 @@ def reports_compared(
                 _compared(session, artifact, alias, measured, now) for alias in aliases
             ]
     return shown
+
+
+def change_findings(
+    session: Session, artifact: ArtifactRow, modules: tuple[ModuleGroup, ...]
+) -> tuple[Finding, ...]:
+    """What of ``modules``, those of a scan that is running, is far from the present versions."""
+    aliases = _aliases(session, artifact)
+    others = sorted({alias.artifact_digest for alias in aliases})
+    measured = {
+        (row.artifact_digest, row.stage): row
+        for row in measured_list(session, artifact.tenant_id, others)
+    }
+    now = version_facts(artifact.declaration, measured_modules(modules), None)
+    return tuple(
+        finding
+        for alias in aliases
+        for other in [artifact_get(session, artifact.tenant_id, alias.artifact_digest)]
+        for finding in change_check(alias.name, _facts(other, measured), now)
+    )
 
 
 def _aliases(session: Session, artifact: ArtifactRow) -> list[TagRow]:

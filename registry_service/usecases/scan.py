@@ -31,6 +31,7 @@ from registry_service.store.artifacts import ArtifactRow, artifact_files, artifa
 from registry_service.store.bases import BaseRow, base_find, base_granted
 from registry_service.store.catalogs import catalog_get
 from registry_service.store.tenants import tenant_get
+from registry_service.usecases.comparison import change_findings
 from registry_service.usecases.context import (
     Context,
     policy_of,
@@ -93,7 +94,9 @@ def _scan(context: Context, job: job_store.JobRow) -> tuple[dict[str, Any], tupl
     inputs = _inputs(context, policy, artifact, files, base, catalog)
     rules = {"fullTensors": policy.full_tensors, "catalogDigest": base.catalog_digest}
     report = static_check(inputs, context.header_check, context.matcher)
-    return {**rules, **measured_modules(report.modules)}, report.findings
+    with tenant_transaction(context, job.tenant_id) as session:
+        changes = change_findings(session, artifact, report.modules)
+    return {**rules, **measured_modules(report.modules)}, (*report.findings, *changes)
 
 
 def _inputs(

@@ -163,7 +163,7 @@ def test_the_kinds_that_are_not_plain_linears(catalogs: dict[str, Catalog]) -> N
     # Its forward never calls this one: an adapter on it would do nothing.
     attention = next(m for m in catalogs["gemma3"].modules if m.class_name == "MultiheadAttention")
     inner = module_of(catalogs["gemma3"], f"{attention.name}.out_proj")
-    assert (attention.kind, inner.kind) == (Kind.OTHER, Kind.OTHER)
+    assert (attention.kind, inner.kind) == (Kind.OTHER, Kind.INERT)
 
 
 def test_a_grouped_convolution_says_its_groups() -> None:

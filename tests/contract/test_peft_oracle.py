@@ -111,9 +111,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
+    ("mixtral", {"target_modules": r".*\.self_attn\.(q|k)_proj"}),
+    ("deepseek_v3", {"target_modules": r".*\.(q_b|kv_b)_proj"}),
     ("deepseek_v3", {"target_modules": ["q_a_proj", "kv_b_proj"], "use_dora": True}),
     ("gemma3", {"target_modules": [f"{LAYER}.0.self_attn.q_proj", "fc1"]}),
     ("gemma3", {"target_modules": ["patch_embedding"], "use_dora": True}),
+    ("gemma3", {"target_modules": "all-linear", "exclude_modules": ["head.attention.out_proj"]}),
     ("gemma3", {"target_modules": ["patch_embedding", "fc2"], "lora_bias": True}),
     ("t5", {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
     ("t5", {"target_modules": ["shared", "wo"], "task_type": "SEQ_2_SEQ_LM"}),
@@ -140,6 +143,42 @@ def test_names_shapes_and_scaling_equal_pefts(
     every = {**expected.tensors, **expected.copies}
     assert {name: item.shape for name, item in every.items()} == saved.shapes
     assert equal(expected, saved), saved.scaling
+
+
+@pytest.mark.parametrize(
+    ("base", "targets", "why"),
+    [
+        # PEFT puts an adapter on a projection whose weights alone its attention reads.
+        ("gemma3", "all-linear", "attention reads the weights alone"),
+        ("gemma3", ["out_proj"], "attention reads the weights alone"),
+        ("mixtral", "all-linear", "PEFT rewrites this target"),
+        ("qwen3_moe", r".*\.gate_proj", "PEFT rewrites this target"),
+        ("qwen3_moe", r".*\.mlp\..*", "PEFT rewrites this target"),
+        # PEFT would target every layer here, and the expression names one.
+        ("mixtral", r"model\.layers\.1\.self_attn\.q_proj", "PEFT reads the expression as"),
+    ],
+)
+def test_what_peft_would_do_otherwise_is_refused_with_the_reason(
+    catalogs: dict[str, Catalog], base: str, targets: Any, why: str
+) -> None:
+    content = config_bytes({"r": 4, "target_modules": targets, "task_type": "CAUSAL_LM"})
+    expected, findings = ours(catalogs[base], content)
+    assert expected is None
+    assert why in findings[0].expected
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_2_SEQ_LM"])
+@pytest.mark.parametrize("base", ["bert_classifier", "llama_classifier"])
+def test_a_task_that_peft_does_not_take_for_the_class_is_refused(
+    catalogs: dict[str, Catalog], base: str, task: str
+) -> None:
+    content = config_bytes({"r": 4, "target_modules": "all-linear", "task_type": task})
+    with pytest.raises(AttributeError):
+        pefts(meta_model(ARCHITECTURES[base]), content)
+    findings = ours(catalogs[base], content)[1]
+    assert ("CONFIG_VALUE", "adapter_config.json: task_type") in {
+        (finding.code, finding.where) for finding in findings
+    }
 
 
 def test_what_peft_saves_after_all_linear_is_read_the_same(catalogs: dict[str, Catalog]) -> None:

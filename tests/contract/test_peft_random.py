@@ -25,7 +25,7 @@ ACCEPTED_SHARE = 0.85
 OPTIONS = {
     *("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters"),
-    *("trainable_token_indices", "modules_to_save"),
+    *("trainable_token_indices", "modules_to_save", "all-linear", "expression"),
 }
 
 
@@ -47,6 +47,9 @@ def test_expected_tensors_equal_pefts_or_both_refuse(request: pytest.FixtureRequ
         outcomes[outcome.partition(":")[0]] += 1
         if outcome == "equal":
             shown.update(option for option, value in options.items() if value)
+            targets = options["target_modules"]
+            if isinstance(targets, str):
+                shown.add("all-linear" if targets == "all-linear" else "expression")
         if outcome.startswith("wrong"):
             wrong.append(f"{number} {name} {options}: {outcome}")
     print(dict(outcomes))

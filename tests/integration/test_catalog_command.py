@@ -115,3 +115,21 @@ def test_a_config_that_makes_no_base_is_refused_with_the_builders_reason(
     assert main(arguments) == code
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("module", ["torch.py", "json.py", "gpu_worker/__init__.py"])
+def test_nothing_is_imported_from_the_folder_that_is_checked(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: str,
+) -> None:
+    folder, trace = Path(adapter(tmp_path)), tmp_path / "trace"
+    (folder / module).parent.mkdir(exist_ok=True)
+    (folder / module).write_text(f"import os; os.mkdir({str(trace)!r})")
+    monkeypatch.chdir(folder)
+    assert main(["check", ".", "--base-config", str(config), "--json"]) == 3
+    found = {finding["code"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert "FILE_NAME_FORBIDDEN" in found
+    assert not trace.exists()

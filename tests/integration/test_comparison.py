@@ -113,3 +113,14 @@ def test_a_scan_keeps_modules_with_rank_and_effective_scaling(world: World, tmp_
     assert scan["measurements"]["modules"] == [
         {"pattern": Q, "count": 2, "rank": RANK, "scaling": 20.0}
     ]
+
+
+def test_a_scan_flags_a_factor_far_from_the_alias_version(world: World, tmp_path: Path) -> None:
+    first = admitted(world, tmp_path / "a")
+    with world.client("operator") as operator:
+        operator.alias_set(TENANT, ADAPTER, "prod", first, 0, "first")
+    digest = second(world, tmp_path / "b")
+    with world.client("reviewer") as reviewer:
+        (scan,) = reviewer.report_list(TENANT, digest)
+    flagged = {(f["code"], f["severity"], f["where"], f["got"]) for f in scan["findings"]}
+    assert ("SCALING_CHANGED", "review", Q, "20") in flagged

@@ -47,7 +47,7 @@ def test_names_and_config_of_a_base() -> None:
     for paths in (["config.json"], ["m.safetensors"]):
         with pytest.raises(RefusedError):
             b.base_names_check(paths)
-    for extra in ("adapter_config.json", "modeling.py"):
+    for extra in ("adapter_config.json", "modeling.py", "sub/adapter_config.json", "a/b/x.py"):
         with pytest.raises(RefusedError, match=extra):
             b.base_names_check(["config.json", "m.safetensors", extra])
     assert b.base_config_parse(b'{"model_type":"llama"}') == {"model_type": "llama"}
@@ -64,3 +64,17 @@ def test_names_and_config_of_a_base() -> None:
 def test_a_config_that_asks_for_code_at_any_depth_is_refused(config: bytes) -> None:
     with pytest.raises(RefusedError, match="auto_map"):
         b.base_config_parse(config)
+
+
+@pytest.mark.parametrize("path", ["tokenizer_config.json", "processor_config.json"])
+def test_a_file_beside_the_config_may_not_ask_for_code_either(path: str) -> None:
+    assert b.may_ask_for_code(path)
+    b.base_json_check(path, b'{"tokenizer_class": "LlamaTokenizer", "model_max_length": 1e30}')
+    b.base_json_check(path, b"no JSON")
+    with pytest.raises(RefusedError, match=f"{path}.*auto_map"):
+        b.base_json_check(path, b'{"deep": [{"auto_map": {"AutoTokenizer": "evil.T"}}]}')
+
+
+def test_a_vocabulary_is_data() -> None:
+    assert not b.may_ask_for_code("tokenizer.json")
+    assert not b.may_ask_for_code("tokenizer.model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_copies_are_there_all_or_none() -> None:
         for name in names
     }
     plain = expected_of(catalog)
-    expected = ExpectedTensors(plain.tensors, {}, (), copies, {})
+    expected = ExpectedTensors(plain.tensors, {}, (), copies, {}, full_tensors=True)
     shapes = shapes_of(plain)
     assert structure_check(header_of(shapes), expected, catalog) == ()
     both = shapes | {name: (ROWS, WIDTH) for name in copies}
@@ -121,6 +122,9 @@ def test_copies_are_there_all_or_none() -> None:
     one = shapes | {names[0]: (ROWS, WIDTH)}
     (finding,) = structure_check(header_of(one), expected, catalog)
     assert (finding.code, finding.where) == (Code.MISSING_TENSOR, names[1])
+    refused = structure_check(header_of(both), replace(expected, full_tensors=False), catalog)
+    assert {(f.code, f.where) for f in refused} == {(Code.FULL_TENSOR, name) for name in names}
+    assert "save_embedding_layers=False" in refused[0].expected
 
 
 def with_name(adapter: str) -> Callable[[str], str]:

@@ -121,7 +121,8 @@ def test_a_base_copy_stands_apart_from_what_the_file_must_hold() -> None:
     }
     copy = "base_model.model.model.embed_tokens.base_layer.weight"
     assert {name: item.shape for name, item in named.copies.items()} == {copy: (32, 16)}
-    assert expected_tensors(catalog, options).copies == {}
+    assert named.full_tensors
+    assert not expected_tensors(catalog, options).full_tensors
     # PEFT looks for the bare name only.
     whole = config(target_modules=["model.embed_tokens"])
     assert expected_tensors(catalog, whole, full_tensors=True).copies == {}
@@ -183,6 +184,8 @@ def test_targets_that_peft_rewrites_to_fused_experts_are_refused(targets: Any) -
         ({"trainable_token_indices": [1], "target_modules": ["wte"]}, "TARGET_KIND"),
         ({"trainable_token_indices": [1], "modules_to_save": ["wte"]}, "TARGET_KIND"),
         ({"modules_to_save": ["none"]}, "TARGET_UNKNOWN"),
+        ({"modules_to_save": ["dropout"]}, "CONFIG_OPTION_UNSUPPORTED"),
+        ({"modules_to_save": ["t"]}, "CONFIG_OPTION_UNSUPPORTED"),
         ({"modules_to_save": ["self_attn", "v_proj"]}, "TARGET_KIND"),
         ({"task_type": "SEQ_CLS"}, "TARGET_UNKNOWN"),
         ({"task_type": "TOKEN_CLS"}, "CONFIG_VALUE"),

@@ -7,6 +7,7 @@ import json
 import pytest
 import sample_adapter as sample
 
+from registry_service.domain import limits
 from registry_service.domain.catalog import Kind
 from registry_service.domain.expected_tensors import Expectation, ExpectedTensors, expected_tensors
 from registry_service.domain.findings import Check, Code, Finding, info, refuse, review
@@ -17,6 +18,7 @@ from registry_service.domain.report import (
     findings_group,
     modules_group,
     name_pattern,
+    variety_check,
 )
 
 
@@ -118,3 +120,11 @@ def test_whole_modules_have_neither_rank_nor_scaling() -> None:
     whole = Expectation((3, 16), ("F32",), head.name, 0, None)
     expected = ExpectedTensors({"base_model.model.score.weight": whole}, {}, (), {}, {})
     assert modules_group(expected) == (ModuleGroup("score", 1, None, None),)
+
+
+def test_more_groups_than_are_compared_ask_for_a_look() -> None:
+    groups = [ModuleGroup(f"m{n}", 1, 8, 2.0) for n in range(limits.REPORT_MODULE_GROUPS)]
+    assert variety_check(groups) == ()
+    (finding,) = variety_check([*groups, ModuleGroup("x", 1, 8, 2.0)])
+    assert (finding.code, finding.severity) == ("MODULES_VARIED", "review")
+    assert finding.got.startswith(f"{limits.REPORT_MODULE_GROUPS + 1}: ")

@@ -11,6 +11,7 @@ from registry_service.domain import limits
 from registry_service.domain.comparison import (
     ModuleState,
     VersionFacts,
+    change_check,
     measured_modules,
     version_facts,
     versions_compare,
@@ -102,3 +103,24 @@ def test_too_many_groups_are_counted_and_not_kept() -> None:
 )
 def test_a_validation_in_another_form_counts_as_not_measured(validation: Any) -> None:
     assert version_facts(DECLARATION, None, validation).norms == {}
+
+
+@pytest.mark.parametrize("now", [8.0, 20.0, 0.5])
+def test_a_factor_far_from_the_present_versions_asks_for_a_look(now: float) -> None:
+    before = facts(group("a.*.q"), group("a.*.v"), group("a.*.k"))
+    after = facts(group("a.*.q", scaling=now), group("a.*.v"), group("a.*.x", scaling=99.0))
+    (finding,) = change_check("prod", before, after)
+    assert (finding.code, finding.severity, finding.where) == ("SCALING_CHANGED", "review", "a.*.q")
+    assert "the 2 of the version that 'prod' points to" in finding.expected
+    assert finding.got == f"{now:g}"
+
+
+@pytest.mark.parametrize("now", [2.0, 4.0, 1.0])
+def test_a_factor_near_the_present_versions_does_not(now: float) -> None:
+    assert change_check("prod", facts(group("q")), facts(group("q", scaling=now))) == ()
+
+
+def test_several_far_factors_are_one_finding() -> None:
+    before, after = (facts(*(group(n, scaling=s) for n in "abc")) for s in (1.0, 30.0))
+    (finding,) = change_check("prod", before, after)
+    assert finding.where.endswith(" and 2 more")
