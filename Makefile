@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 
-.PHONY: help setup demo up test test-unit test-oracle check fmt schemas bench clean
+.PHONY: help setup demo up test test-unit test-oracle test-soak check fmt schemas bench slot-receipt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ test-unit: $(STAMP)  ## the unit tests: no torch, no database
 test-oracle: $(STAMP)  ## 2,000 random configs: expected tensors against PEFT's
 	$(BIN)/python -m pytest tests/contract/test_peft_random.py --oracle-configs 2000 -s
 
+test-soak: $(STAMP)  ## 2,000 requests over twelve adapters: every answer is its own adapter's
+	$(BIN)/python -m pytest tests/integration/test_serving_soak.py --soak-requests 2000 -s
+
 check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files, codes explained
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -59,6 +62,9 @@ schemas: $(STAMP)  ## write schemas/*.json and docs/lifecycle.md anew
 
 bench: $(STAMP)  ## benchmarks beside their peers; prints a table, writes JSON
 	$(BIN)/python -m bench
+
+slot-receipt: $(STAMP)  ## a session saved, restored after a restart, and what was reused
+	$(BIN)/python -m bench.slot_receipt
 
 clean:  ## remove what was made: environment, caches, var
 	rm -rf $(VENV) var dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

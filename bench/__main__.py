@@ -9,9 +9,14 @@ import platform
 from pathlib import Path
 
 from bench.check import check
+from bench.decode import decode
+from bench.http import http
 from bench.llama70b import llama70b
+from bench.load import load
 from bench.publish import publish
 from bench.resolve import resolve
+from bench.revoke import revoke
+from bench.slots import slots
 from bench.stand import stand
 from bench.startup import startup
 from bench.validate import validate
@@ -20,9 +25,11 @@ from bench.validate import validate
 def main() -> None:
     """Run all benchmarks."""
     rows = check() + llama70b() + startup() + validate()
-    with stand() as (world, pid):
+    rows += decode() + load() + slots() + http()
+    with stand() as (world, pid, environment):
         rows += publish(world, pid)
         rows += resolve(world)
+        rows += revoke(world, environment)
     for row in rows:
         print("  ".join(f"{key}: {value}" for key, value in row.items()))
     result = {

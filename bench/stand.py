@@ -28,8 +28,8 @@ WORKERS = 2
 
 
 @contextmanager
-def stand() -> Iterator[tuple[World, int]]:
-    """A running service with its data; the world, and the first server process's id."""
+def stand() -> Iterator[tuple[World, int, dict[str, str]]]:
+    """A running service with its data: the world, the server process's id, its environment."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
@@ -48,7 +48,7 @@ def stand() -> Iterator[tuple[World, int]]:
         token = token_create(context, "bench", subject="admin", role="admin", tenant=None)["token"]
         world = World(url, context, {"admin": token}, Digest(""), {})
         world_prepare(world)
-        yield world, process.pid
+        yield world, process.pid, environment
 
 
 def process_start(

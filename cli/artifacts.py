@@ -18,6 +18,7 @@ from cli.report_print import (
     hint_print,
     modules_print,
 )
+from registry_service.domain.errors import MalformedError
 
 _READERS = ("operator", "reviewer", "auditor", "admin", "publisher")
 
@@ -155,14 +156,23 @@ def revoke(
         int | None,
         typer.Option(help="Seconds after which running requests are cancelled."),
     ] = None,
+    immediate: Annotated[
+        bool, typer.Option("--immediate", help="Cancel running requests at once.")
+    ] = False,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait until every node has let go of it.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Refuse an artifact everywhere at once, and drain it from the nodes."""
+    """Refuse an artifact everywhere at once, and drain it from the nodes.
+
+    Repeated, it brings the deadline forward and never puts it off.
+    """
     import time
 
+    if immediate and deadline is not None:
+        raise MalformedError("revoke: expected --deadline or --immediate, got both")
+    deadline = 0 if immediate else deadline
     reference = reference_parse(adapter)
     with connection_of(context).client("operator", "admin") as client:
         tenant, digest = artifact_find(client, reference, exact=True)
@@ -207,9 +217,15 @@ def _revocation_print(shown: dict[str, Any]) -> None:
     pairs_print([("state", shown["state"]), ("reason", shown["reason"]), ("by", shown["actor"])])
     table_print(
         "",
-        ("NODE", "ACKNOWLEDGED", "FREED BYTES"),
+        ("NODE", "STATE", "ACKNOWLEDGED", "FREED BYTES", "PURGED BLOCKS"),
         (
-            (node["node"], moment(node["acknowledgedAt"]), node["freedBytes"])
+            (
+                node["node"],
+                node["state"],
+                moment(node["acknowledgedAt"]),
+                node["freedBytes"],
+                node["purgedBlocks"],
+            )
             for node in shown["nodes"]
         ),
         "no node held it",

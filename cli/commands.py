@@ -45,6 +45,9 @@ TABLE: Final[dict[str, Entry]] = {
     "grant": Entry("cli.grants", "Who may run an adapter.", is_group=True),
     "audit": Entry("cli.audit", "What happened, in order.", is_group=True),
     "node": Entry("cli.nodes", "Serving nodes.", is_group=True),
+    "revocation-list": Entry(
+        "cli.revocation_lists", "The signed list of what is revoked.", is_group=True
+    ),
     "token": Entry("cli.tokens", "Who may ask.", is_group=True),
     "tenant": Entry("cli.tenants", "Who owns adapters.", is_group=True),
 }

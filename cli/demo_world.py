@@ -101,11 +101,14 @@ class World:
     ) -> dict[str, Any]:
         """As a gateway for the user ``alice``: mint a routing context and ask the node.
 
+        The answer's text, and the digest that it ran on.
+
         Raises:
             RegistryError: the registry or the node refused.
         """
         node = self.profile["nodes"][0]
-        body = json.dumps({"prompt": self.prompt, "max_tokens": tokens, "stream": False}).encode()
+        asked = {"prompt": self.prompt, "max_tokens": tokens, "temperature": 0}
+        body = json.dumps(asked).encode()
         with self.client("gateway") as client:
             minted = client.routing_context(
                 tenant=tenant,
@@ -128,13 +131,14 @@ class World:
         )
         if not answer.is_success:
             raise DemoFailedError(f"the node answered {answer.status_code}: {answer.text}")
-        found: dict[str, Any] = answer.json()
-        return found
+        found = answer.json()
+        return {"adapterDigest": found["system_fingerprint"], "text": found["choices"][0]["text"]}
 
-    def residents(self) -> str:
-        """What the node says it holds, as text to look digests up in."""
+    def residents(self) -> set[str]:
+        """The digests that the node says it holds."""
         url = self.profile["nodes"][0]["url"]
-        return httpx.get(f"{url}/v1/residency", timeout=10, trust_env=False).text
+        items = httpx.get(f"{url}/v1/residency", timeout=10, trust_env=False).json()["items"]
+        return {item["adapterDigest"] for item in items if item["state"] is not None}
 
     def _trained(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.adapters / "sentences.json").read_text("utf-8"))

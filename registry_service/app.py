@@ -23,16 +23,19 @@ from registry_service.settings import Settings, settings_load
 from registry_service.store.database import database_open
 from registry_service.usecases import maintenance
 from registry_service.usecases.context import Context
+from registry_service.usecases.revocation_list import revocation_list_renew
 from registry_service.usecases.scan import scan_next
 
 _log = logging.getLogger("registry_service")
 VERDICT_KEY: Final = "verdict.pem"
 ROUTING_KEY: Final = "routing-context.pem"
+LIST_KEY: Final = "revocation-list.pem"
 TRUST_FILE: Final = "trust.json"
 
 _SEQUENCE_SECONDS: Final = 0.05
 _SCAN_SECONDS: Final = 0.2
 _SWEEP_SECONDS: Final = 1.0
+_LIST_SECONDS: Final = 1.0
 _CLEAN_SECONDS: Final = 60.0
 _ORPHAN_SECONDS: Final = 3600.0
 
@@ -50,10 +53,12 @@ def context_build(settings: Settings) -> Context:
         blobs=FilesystemBlobStore(settings.blob_dir),
         verdict_signer=FileSigner.load(settings.key_dir / VERDICT_KEY),
         routing_signer=FileSigner.load(settings.key_dir / ROUTING_KEY),
+        list_signer=FileSigner.load(settings.key_dir / LIST_KEY),
         clock=SystemClock(),
         verifier_id=settings.verifier_id,
         matcher=expressions_match,
         header_check=library_disagreement,
+        revocation_list_seconds=settings.revocation_list_seconds,
     )
 
 
@@ -66,21 +71,26 @@ def keys_create(folder: Path, verifier_id: str) -> None:
     """Make the signing keys that are missing, and the file that nodes pin."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     signers = {}
-    for name in (VERDICT_KEY, ROUTING_KEY):
+    for name in (VERDICT_KEY, ROUTING_KEY, LIST_KEY):
         path = folder / name
         signers[name] = FileSigner.load(path) if path.exists() else FileSigner.create(path)
     trust = {
         "verdict": {"publicKey": signers[VERDICT_KEY].public_pem, "verifierId": verifier_id},
         "routingContext": {"publicKey": signers[ROUTING_KEY].public_pem, "issuer": verifier_id},
+        "revocationList": {"publicKey": signers[LIST_KEY].public_pem, "issuer": verifier_id},
     }
     (folder / TRUST_FILE).write_text(json.dumps(trust, indent=2) + "\n", encoding="utf-8")
 
 
 def background_run(context: Context, stop: threading.Event) -> None:
-    """Number events, scan, and sweep until ``stop``; each loop in a thread of its own."""
+    """Number events, scan, sweep and renew the revocation list until ``stop``.
+
+    Each loop has a thread of its own.
+    """
     loops: list[tuple[str, float, Callable[[], object]]] = [
         ("sequencer", _SEQUENCE_SECONDS, lambda: maintenance.events_sequence(context)),
         ("scanner", _SCAN_SECONDS, lambda: _while_any(lambda: scan_next(context), stop)),
+        ("revocation list", _LIST_SECONDS, lambda: revocation_list_renew(context)),
         ("sweeper", _SWEEP_SECONDS, lambda: _sweep(context)),
         ("cleaner", _CLEAN_SECONDS, lambda: _clean(context)),
         ("orphans", _ORPHAN_SECONDS, lambda: maintenance.orphans_sweep(context)),

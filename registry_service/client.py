@@ -304,6 +304,28 @@ class RegistryClient:
         body = {"feedIndex": feed_index, "residents": list(residents)}
         return self._send("POST", "nodes", node, "heartbeat", json=body)
 
+    def placement_take(self, node: str, tenant: str, digest: str) -> Json:
+        """Let a node hold an adapter for a while; safe to repeat.
+
+        Raises:
+            ConflictError: as many other nodes as it declares hold it already.
+        """
+        body = {"tenant": tenant, "adapterDigest": digest}
+        return self._send("POST", "nodes", node, "placements", json=body)
+
+    def placement_release(self, node: str, tenant: str, digest: str) -> None:
+        """Say that a node does not hold an adapter any more."""
+        self._http.json("DELETE", path_of("v1", "nodes", node, "placements", tenant, digest))
+
+    def usage_report(self, node: str, run: str, items: Sequence[Json]) -> None:
+        """Tell what tenants used since a node's start: totals, so that telling twice is safe."""
+        body = {"run": run, "items": list(items)}
+        self._http.json("POST", path_of("v1", "nodes", node, "usage"), json=body)
+
+    def usage_list(self, tenant: str) -> Iterator[Json]:
+        """What a tenant used on all nodes, by adapter and base."""
+        return self._list("tenants", tenant, "usage")
+
     def node_acknowledge(
         self, node: str, tenant_id: str, digest: str, freed_bytes: int, purged_blocks: int
     ) -> None:
@@ -330,6 +352,12 @@ class RegistryClient:
         timeout = self._http.timeout + wait
         answer: Json = self._http.json("GET", "/v1/feed", params=query, timeout=timeout)
         return answer
+
+    def revocation_list(self, held: int = 0) -> bytes | None:
+        """The signed revocation list, or None while it is still number ``held``."""
+        headers = {"If-None-Match": f'"{held}"'} if held else {}
+        response = self._http.request("GET", "/v1/revocation-list", headers=headers)
+        return None if response.status_code == 304 else response.content
 
     def audit_list(self, **filters: str | int | None) -> Iterator[Json]:
         """The audit trail, oldest first; filters: tenant, subject, limit."""

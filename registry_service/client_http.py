@@ -104,7 +104,8 @@ class HttpSession:
         """
         try:
             with self._client.stream(method, self.address(path), **options) as response:
-                if not response.is_success:
+                # A condition that the caller set does not hold: an answer, not an error.
+                if not response.is_success and response.status_code != 304:
                     raise error_of(response, _error_body(response))
                 yield response
         except httpx.UnsupportedProtocol as error:

@@ -9,6 +9,8 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from registry_service.domain import limits
+
 _PREFIX: Final = "REGISTRY_"
 # Read by other commands or by the tests, never by the service.
 _ELSEWHERE: Final = frozenset(
@@ -28,6 +30,12 @@ class Settings(BaseModel):
     key_dir: Path = Field(description="folder of the signing keys")
     verifier_id: str = Field(
         default="urn:adapter-registry:local", description="who signs verdicts, as a URI"
+    )
+    revocation_list_seconds: int = Field(
+        default=limits.REVOCATION_LIST_SECONDS,
+        ge=10,
+        le=24 * 3600,
+        description="life of a revocation list, and so how long a node serves unheard",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8400, description="port to listen on")

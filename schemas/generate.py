@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from registry_service.domain import wire
+from registry_service.domain import wire, wire_statements
 from registry_service.domain.declaration import Declaration
 from registry_service.domain.findings import Code
 from registry_service.domain.lifecycle import TRANSITIONS, State
@@ -29,7 +29,7 @@ MODELS: Final[dict[str, type[BaseModel]]] = {
     "alias-move": wire.AliasMove,
     "artifact": wire.Artifact,
     "base": wire.Base,
-    "base-statement": wire.BaseStatement,
+    "base-statement": wire_statements.BaseStatement,
     "declaration": Declaration,
     "feed-event": wire.FeedEvent,
     "finding": wire.Finding,
@@ -40,10 +40,11 @@ MODELS: Final[dict[str, type[BaseModel]]] = {
     "report": wire.Report,
     "resolution": wire.Resolution,
     "revocation": wire.Revocation,
+    "revocation-list": wire.RevocationList,
     "review": wire.Review,
     "tenant": wire.Tenant,
     "token": wire.Token,
-    "verdict-statement": wire.VerdictStatement,
+    "verdict-statement": wire_statements.VerdictStatement,
 }
 # Left out where there are none, although a model's dump would always write them.
 _OPTIONAL: Final = frozenset({"findings"})

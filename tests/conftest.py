@@ -15,6 +15,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docker", action="store_true", help="take the database from testcontainers")
+    parser.addoption("--soak-requests", default="200", help="requests of the attribution soak")
     parser.addoption("--oracle-configs", default="200", help="random configs to compare with PEFT")
 
 

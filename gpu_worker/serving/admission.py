@@ -1,10 +1,12 @@
 """What a node does before an adapter may run: numbered steps, all of them, every time.
 
-1. the verdict is fetched; 2. it verifies offline against the pinned key, for this base, tenant and
-time, and over a catalog that this base was admitted with; 3. the files are pulled, unless they lie
-there from before; 4. they are read once and hashed against the verdict; 5. config, header and
-tensors agree exactly with the catalog; 6. the tensors of that very buffer are attached; 7. they
-are applied to as many modules as expected; 8. the base's parameters hash as before.
+1. the revocation list does not name it, and the verdict is fetched; 2. it verifies offline against
+the pinned key, for this base, tenant and time, and over a catalog that this base was
+admitted with; 3. the files are
+pulled, unless they lie there from before; 4. they are read once and hashed against the verdict;
+5. config, header and tensors agree exactly with the catalog, and neither weights nor tensors are
+those of a revoked one; 6. the tensors of that very buffer are attached; 7. they are applied to as
+many modules as expected; 8. the base's parameters hash as before.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ from datetime import datetime
 from typing import Protocol
 from uuid import UUID
 
+from gpu_worker.serving.adapter import Adapter, LoraError
 from gpu_worker.serving.adapter_load import BaseIdentity, adapter_read, files_read
-from gpu_worker.serving.engine import Engine
-from gpu_worker.serving.lora import LoraError
+from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.residency import Key
+from gpu_worker.serving.sealed import Sealed
 from gpu_worker.serving.sequence import EngineError
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.trust import Trust
 from registry_service.client import RegistryClient
 from registry_service.domain.digests import Digest, digest_equal
-from registry_service.domain.errors import RefusedError, UntrustedError
+from registry_service.domain.errors import (
+    NotFoundError,
+    RefusedError,
+    RegistryError,
+    UntrustedError,
+)
+from registry_service.domain.manifest import WEIGHT_PATH, manifest_parse
+from registry_service.domain.roles import PLATFORM
 from registry_service.trust.verdict import VerdictClaims, base_verify, verdict_verify
 
 _LOG = logging.getLogger(__name__)
@@ -41,11 +51,32 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A loaded adapter: what its verdict says, and its resident bytes."""
+    """A loaded adapter: what its verdict says, the digests it may be revoked by, resident bytes.
+
+    ``chat_template`` is its own; None where it has its base's.
+    """
 
     claims: VerdictClaims
     chat_template_digest: Digest
+    chat_template: str | None
+    revocable: tuple[Digest, ...]
     size: int
+
+
+class AdapterHost(Protocol):
+    """Runs attached adapters."""
+
+    def attach(self, name: Key, adapter: Adapter) -> tuple[int, int]:
+        """Make an adapter usable: modules that carry it now, and its resident bytes."""
+        ...
+
+    def detach(self, name: Key) -> int:
+        """Let it go; the bytes it took. Refused while it is in use."""
+        ...
+
+    def cancel(self, name: Key) -> int:
+        """Cancel what runs on it; how many."""
+        ...
 
 
 class Admission:
@@ -56,8 +87,9 @@ class Admission:
         client: RegistryClient,
         trust: Trust,
         base: BaseIdentity,
-        engine: Engine,
+        engine: AdapterHost,
         store: NodeStore,
+        held: HeldList,
         *,
         now: Clock,
         base_unchanged: Callable[[], bool],
@@ -67,6 +99,7 @@ class Admission:
         self._trust = trust
         self._engine = engine
         self._store = store
+        self._held = held
         self._now = now
         self._base_unchanged = base_unchanged
         self._catalogs: frozenset[Digest] = frozenset()
@@ -79,6 +112,8 @@ class Admission:
         Raises:
             NotFoundError: not admitted, or revoked. UntrustedError: it does not hold here.
         """
+        if self._held.find(tenant_id or PLATFORM, digest):
+            raise NotFoundError("not found")
         claims = verdict_verify(
             self._client.verdict(tenant, digest),
             trusted=self._trust.verifiers,
@@ -91,6 +126,20 @@ class Admission:
             raise UntrustedError("a verdict of another tenant or adapter")
         self._catalog_check(claims.catalog_digest)
         return claims
+
+    def size(self, claims: VerdictClaims) -> int:
+        """Bytes of the files, from the manifest that the adapter digest names.
+
+        Raises:
+            UntrustedError: the manifest does not hold, or names other files than the verdict.
+        """
+        content = self._client.manifest(claims.tenant, claims.adapter, claims.adapter_digest)
+        manifest = manifest_parse(content)
+        if not digest_equal(manifest.digest, claims.adapter_digest):
+            raise UntrustedError("manifest: expected that of the adapter digest, got another")
+        if sorted((file.path, file.digest) for file in manifest.files) != sorted(claims.files):
+            raise UntrustedError("manifest: expected the files of the verdict, got others")
+        return sum(file.size for file in manifest.files)
 
     def _catalog_check(self, digest: Digest) -> None:
         """Step 2 for a catalog that is not this node's own: the base's statement has to name both.
@@ -111,7 +160,7 @@ class Admission:
         if not {digest, own} <= self._catalogs:
             raise UntrustedError("a verdict over a catalog that this node's base has not")
 
-    def load(self, claims: VerdictClaims) -> Admitted:
+    def load(self, claims: VerdictClaims, most_rank: int) -> Admitted:
         """Steps 3 to 8. When it raises, nothing of the adapter is loaded.
 
         Raises:
@@ -119,6 +168,11 @@ class Admission:
         """
         key = Key(claims.tenant_id, claims.adapter_digest)
         read = adapter_read(self._files(key, claims), self.base)
+        if read.rank > most_rank:
+            raise RefusedError(f"adapter: expected a rank of at most {most_rank}, got {read.rank}")
+        revocable = (dict(claims.files)[WEIGHT_PATH], read.content_digest)
+        if self._held.find(key.tenant_id, key.digest, *revocable):
+            raise RefusedError("adapter: its weights or tensors are those of a revoked one")
         declared = (read.declaration.tenant, read.declaration.adapter)
         if declared != (claims.tenant, claims.adapter):
             raise UntrustedError("a declaration of another tenant or adapter than the verdict's")
@@ -135,9 +189,16 @@ class Admission:
             self._engine.detach(key)
             raise
         template = Digest(read.declaration.chat_template_digest)
-        return Admitted(claims, template, size)
+        return Admitted(claims, template, read.chat_template, revocable, size)
 
-    def _files(self, key: Key, claims: VerdictClaims) -> dict[str, bytes]:
+    def forget(self, key: Key) -> None:
+        """Remove what a load that failed has fetched."""
+        try:
+            self._store.remove(key)
+        except RegistryError as error:
+            _LOG.warning("%s: files of a failed load stay: %s", key.digest, error.message)
+
+    def _files(self, key: Key, claims: VerdictClaims) -> dict[str, Sealed]:
         folder = self._store.folder(key)
         if folder.exists():
             try:
@@ -146,8 +207,4 @@ class Admission:
                 _LOG.warning("%s: %s; pulled again", key.digest, error.message)
                 self._store.remove(key)
         self._client.pull(claims.tenant, claims.adapter, claims.adapter_digest, folder)
-        try:
-            return files_read(folder, claims.files)
-        except UntrustedError:
-            self._store.remove(key)
-            raise
+        return files_read(folder, claims.files)

@@ -32,10 +32,14 @@ _LOADING_TROUBLE: Final = ("missing_keys", "unexpected_keys", "mismatched_keys",
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """The base in memory. ``max_tokens`` is how many positions it has, for prompt and answer."""
+    """The base in memory. ``max_tokens`` is how many positions it has, for prompt and answer.
+
+    ``chat_template`` is empty when it has none.
+    """
 
     model: PreTrainedModel
     text: Text
+    chat_template: str
     stop_tokens: frozenset[int]
     max_tokens: int
     parameters: Named
@@ -54,11 +58,28 @@ class Text:
         with self._lock:
             return tuple(self._tokenizer(text)["input_ids"])
 
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """The tokens of a rendered chat, whose template wrote the special ones itself."""
+        with self._lock:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones."""
         with self._lock:
             text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, special ones included."""
+        with self._lock:
+            text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens by their names, as chat templates use them."""
+        found = self._tokenizer.special_tokens_map
+        return {name: token for name, token in found.items() if isinstance(token, str)}
 
     @property
     def stop_token(self) -> int | None:
@@ -79,7 +100,7 @@ def base_load(proven: ProvenBase, device: str) -> LoadedBase:
     with tempfile.TemporaryDirectory() as scratch:
         # The tokenizer's files are read by name, so they are read from a copy of ours.
         folder = Path(scratch)
-        _private_copy(proven, folder)
+        template = _private_copy(proven, folder)
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -90,6 +111,7 @@ def base_load(proven: ProvenBase, device: str) -> LoadedBase:
     return LoadedBase(
         model=model,
         text=text,
+        chat_template=template,
         stop_tokens=_stop_tokens(config, text),
         max_tokens=int(getattr(config, "max_position_embeddings", 0) or 2**31),
         parameters=named,
@@ -110,7 +132,8 @@ def device_choose(wanted: str) -> str:
     return wanted
 
 
-def _private_copy(proven: ProvenBase, folder: Path) -> None:
+def _private_copy(proven: ProvenBase, folder: Path) -> str:
+    """Copy config and tokenizer, and compare them; the chat template."""
     (folder / "config.json").write_bytes(proven.config)
     files = {}
     for path in sorted(proven.dir.iterdir()):
@@ -118,9 +141,13 @@ def _private_copy(proven: ProvenBase, folder: Path) -> None:
             files[path.name] = path.read_bytes()
             (folder / path.name).write_bytes(files[path.name])
     tokenizer = tokenizer_digest({name: digest_of(data) for name, data in files.items()})
-    template = chat_template_digest(chat_template_of(files))
-    if tokenizer != proven.tokenizer_digest or template != proven.chat_template_digest:
+    template = chat_template_of(files)
+    if (tokenizer, chat_template_digest(template)) != (
+        proven.tokenizer_digest,
+        proven.chat_template_digest,
+    ):
         raise RefusedError("base: the tokenizer changed while the node started; start again")
+    return template
 
 
 def _weights(proven: ProvenBase) -> dict[str, Tensor]:

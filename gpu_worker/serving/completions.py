@@ -1,80 +1,40 @@
-"""From a request's bytes to a running generation: who it is, what it asks, what it holds."""
+"""From a request's bytes to its running sequences: who it is, what it asks, what it holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Annotated, Any, Final
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
 
 from gpu_worker.serving.adapter_load import BaseIdentity
-from gpu_worker.serving.admission import Clock
-from gpu_worker.serving.base_load import Text
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.follower import Follower
+from gpu_worker.serving.gate import DeniedError, Gate
+from gpu_worker.serving.meter import request_tuple
+from gpu_worker.serving.openai_bodies import Body, PromptTooLongError
+from gpu_worker.serving.prompts import Prompts
+from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Lease, Residents
-from gpu_worker.serving.sequence import EngineBusyError, EngineError, Generation, Job
-from gpu_worker.serving.trust import Trust
-from registry_service.domain import limits
-from registry_service.domain.canonical import json_parse
-from registry_service.domain.digests import digest_equal
-from registry_service.domain.errors import (
-    ForbiddenError,
-    MalformedError,
-    RegistryError,
-    UnavailableError,
-    UntrustedError,
-)
-from registry_service.domain.text import shown
-from registry_service.trust.routing_context import (
-    BASE_MARKER,
-    RoutingContext,
-    SeenContexts,
-    expiry_check,
-    routing_context_verify,
-)
+from gpu_worker.serving.running import Marks, OpenRequests, Request, Running
+from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job, TooLongError
+from gpu_worker.serving.turns import Turns
+from registry_service.domain.errors import RegistryError, UnavailableError
+from registry_service.trust.routing_context import RoutingContext
 
-BODY_BYTES: Final = limits.MIB
-_MAX_TOKENS_DEFAULT: Final = 64
-
-
-class DeniedError(ForbiddenError):
-    """The one answer to whoever may not run what they asked for, whatever the reason."""
-
-    def __init__(self) -> None:
-        super().__init__("this request is not allowed on this node")
-
-
-class CompletionBody(BaseModel):
-    """What a request may say. What runs it is in the routing context alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    prompt: Annotated[str, Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, le=limits.NEW_TOKENS)] = _MAX_TOKENS_DEFAULT
-    stream: bool = False
+STOPPING: Final = "the node is stopping"
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A request that runs."""
+class Serving:
+    """What runs a node's requests."""
 
-    context: RoutingContext
-    body: CompletionBody
-    generation: Generation
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """Who may ask this node: pinned trust, this node's name, and when its process began."""
-
-    trust: Trust
-    node: str
-    started_at: datetime
-    now: Clock
+    engine: Engine
+    residents: Residents
+    follower: Follower
+    turns: Turns
 
 
 class Completions:
@@ -84,78 +44,81 @@ class Completions:
         self,
         gate: Gate,
         base: BaseIdentity,
-        text: Text,
-        engine: Engine,
-        residents: Residents,
-        follower: Follower,
+        prompts: Prompts,
+        serving: Serving,
+        recorder: Recorder,
         *,
-        max_tokens: int,
+        requests: OpenRequests | None = None,
     ) -> None:
         self.base = base
-        self.text = text
-        self.residents = residents
+        self.text = prompts.text
+        self.residents = serving.residents
+        self.recorder = recorder
+        self.requests = requests or OpenRequests()
         self._gate = gate
-        self._engine = engine
-        self._follower = follower
-        self._max_tokens = max_tokens
-        self._seen = SeenContexts(gate.now)
+        self._prompts = prompts
+        self._serving = serving
+        self._stopping = False
 
     @property
-    def ready(self) -> bool:
-        """True when new work is accepted."""
-        return self._engine.alive and self._follower.fresh
+    def unready_reason(self) -> str | None:
+        """Why no new work is accepted, or None when it is."""
+        if self._stopping:
+            return STOPPING
+        if not self._serving.engine.alive:
+            return "the engine is stopped"
+        return self._serving.follower.stale_reason
 
-    def start(self, token: str | None, content: bytes) -> Started:
-        """Check a request in order (node, identity, form, adapter) and hand it to the engine.
+    def stop(self) -> None:
+        """Accept nothing new from now on; what runs goes on. Safe in a signal handler."""
+        self._stopping = True
+
+    def start(
+        self,
+        token: str | None,
+        content: bytes,
+        parse: Callable[[bytes], Body],
+        *,
+        request_id: str,
+    ) -> Running:
+        """Check a request in order (node, identity, form, adapter, prompt) and start it.
 
         Raises:
-            DeniedError: not allowed, for whatever reason. MalformedError: the body.
-            UnavailableError: not now.
+            DeniedError: not allowed, for whatever reason. BodyError: the body. UnavailableError:
+            not now; of these TooManyRequestsError: this tenant has its share.
         """
-        if not self.ready:
-            raise UnavailableError("the node cannot renew its lease; no new work is accepted")
-        context = self._identify(token, content)
-        body = body_parse(content)
-        prompt = self._prompt(body)
-        lease = None if context.adapter is None else self._lease(context, context.adapter)
-        try:
-            generation = self._submit(context, body, prompt, lease)
-        except BaseException:
+        marks = Marks()
+        self._accept_check()
+        context = self._gate.enter(token, content)
+        body = parse(content)
+        marks.allowed = time.time_ns()
+        who = request_tuple(context)
+        with ExitStack() as held:
+            self.requests.place_take(who.tenant_id, body.n)
+            held.callback(self.requests.place_release, who.tenant_id, body.n)
+            lease = None if context.adapter is None else self._lease(context, context.adapter)
             if lease is not None:
-                lease.release()
-            raise
-        return Started(context, body, generation, len(prompt))
-
-    def _identify(self, token: str | None, content: bytes) -> RoutingContext:
-        try:
-            context = routing_context_verify(
-                token or "",
-                public_key=self._gate.trust.routing_key,
-                issuer=self._gate.trust.routing_issuer,
-                node=self._gate.node,
-                base_digest=self.base.digest,
-                body=content,
-                now=self._gate.now(),
+                held.callback(lease.release)
+            marks.loaded = time.time_ns()
+            template = None if lease is None else lease.chat_template
+            prompt, most = self._prompts.tokens(body, template)
+            turn = self._serving.turns.begin(context)
+            marks.queued = time.time_ns()
+            job = Job(
+                prompt,
+                most,
+                adapter=None if lease is None else Key(who.tenant_id, who.adapter_digest),
+                root_key=turn.root_key,
+                tenant=who.tenant_id,
+                lane_state=turn.lane_state,
+                on_lane_state=turn.on_lane_state,
             )
-            # Which contexts an earlier process used up is not known here.
-            if context.issued_at < self._gate.started_at.replace(microsecond=0):
-                raise UntrustedError("a routing context from before this process")
-            if not digest_equal(context.tokenizer_digest, self.base.tokenizer_digest):
-                raise UntrustedError("a routing context of another tokenizer")
-            self._seen.claim(context.jti, context.expires_at)
-        except UntrustedError as error:
-            raise DeniedError from error
-        return context
+            request = Request(request_id, who, body, len(prompt), marks)
+            return self._submit(request, job, context, held)
 
-    def _prompt(self, body: CompletionBody) -> tuple[int, ...]:
-        prompt = self.text.encode(body.prompt)
-        most = min(limits.PROMPT_TOKENS, self._max_tokens - body.max_tokens)
-        if not 0 < len(prompt) <= most:
-            raise MalformedError(
-                f"prompt: expected 1 to {max(most, 0)} tokens beside {body.max_tokens} new ones, "
-                f"got {len(prompt)}"
-            )
-        return prompt
+    def _accept_check(self) -> None:
+        if reason := self.unready_reason:
+            raise UnavailableError(f"no new work is accepted: {reason}", retry_after=1)
 
     def _lease(self, context: RoutingContext, adapter: str) -> Lease:
         try:
@@ -172,42 +135,52 @@ class Completions:
             raise DeniedError from error
 
     def _submit(
-        self,
-        context: RoutingContext,
-        body: CompletionBody,
-        prompt: tuple[int, ...],
-        lease: Lease | None,
-    ) -> Generation:
-        def admit() -> None:
-            if not self._follower.fresh:
-                raise UnavailableError("the node's lease has run out", retry_after=1)
-            try:
-                expiry_check(context, self._gate.now())
-            except UntrustedError as error:
-                raise DeniedError from error
-
-        name = None
-        if context.adapter_digest != BASE_MARKER:
-            name = Key(context.tenant_id, context.adapter_digest)
-        on_end = (lambda: None) if lease is None else lease.release
+        self, request: Request, job: Job, context: RoutingContext, held: ExitStack
+    ) -> Running:
+        running = Running(request, self._let_go(held.pop_all()))
+        self.requests.add(running)
+        count = request.body.n
         try:
-            return self._engine.submit(Job(prompt, body.max_tokens, name, admit, on_end))
-        except EngineBusyError as error:
-            raise UnavailableError(str(error), retry_after=1) from error
+            for index in range(count):
+                sampling = self._prompts.sampling(request.body, index)
+                generation = self._serving.engine.submit(
+                    replace(
+                        job,
+                        admit=lambda: self._admit(context, running),
+                        on_end=running.less,
+                        sampling=sampling,
+                        # The session goes on with the first answer.
+                        on_lane_state=None if index else job.on_lane_state,
+                    )
+                )
+                running.generations.append(generation)
         except EngineError as error:
-            raise UnavailableError("the node is stopping") from error
+            running.cancel()
+            running.less(count - len(running.generations))
+            raise _refusal(error) from error
+        finally:
+            running.less()
+        return running
+
+    def _let_go(self, held: ExitStack) -> Callable[[Running], None]:
+        def let_go(running: Running) -> None:
+            held.close()
+            self.requests.remove(running)
+            self.recorder.ended(running)
+
+        return let_go
+
+    def _admit(self, context: RoutingContext, running: Running) -> None:
+        """What is checked again when a sequence leaves the queue."""
+        if reason := self._serving.follower.stale_reason:
+            raise UnavailableError(f"no new work is accepted: {reason}", retry_after=1)
+        self._gate.recheck(context)
+        running.joined()
 
 
-def body_parse(content: bytes) -> CompletionBody:
-    """Parse a body strictly.
-
-    Raises:
-        MalformedError: not JSON, an unknown field, or a value out of bounds.
-    """
-    document: Any = json_parse(content, what="body", limit=BODY_BYTES)
-    try:
-        return CompletionBody.model_validate(document)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise MalformedError(f"{shown(where)}: {first['msg']}") from error
+def _refusal(error: EngineError) -> RegistryError:
+    if isinstance(error, TooLongError):
+        return PromptTooLongError(str(error))
+    if isinstance(error, EngineBusyError):
+        return UnavailableError(str(error), retry_after=1)
+    return UnavailableError("the answer cannot begin on this node", retry_after=1)

@@ -1,42 +1,53 @@
-"""The engine: one thread owns the model, and steps its running sequences round robin.
+"""The engine: one thread owns the model; schedule → run → sample → post-process.
 
-A step is one token of one sequence, or one chunk of its prompt, so that a long request does not
-hold up the next. Each forward states its adapter; a forward that fails ends its own sequence and
-leaves nothing behind. Everything else that touches the model runs on the same thread, between
-steps (``attach``, ``detach``). Tokens in, tokens out: text, tenants and digests are not known here.
+Requests join and leave between steps, and so does everything else that touches the model
+(``attach``, ``detach``, ``purge``): it runs on the model's thread. Tokens in, tokens out: text,
+tenants and digests are not known here.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from gpu_worker.serving.lora import Adapter, LoraModel
+from gpu_worker.serving.adapter import Adapter
+from gpu_worker.serving.prefix import PrefixCache
+from gpu_worker.serving.requests import Requests
+from gpu_worker.serving.runner import Runner
+from gpu_worker.serving.selfcheck import base_check, library_logits, neighbour_check
 from gpu_worker.serving.sequence import (
-    CANCELLED,
-    LENGTH,
-    STOP,
     EngineBusyError,
     EngineError,
     Generation,
     Job,
-    Sequence,
+    TooLongError,
 )
+from gpu_worker.serving.workspace import Workspace
 
 _LOG = logging.getLogger(__name__)
-_PREFILL_TOKENS: Final = 256
+_CHECK_TOKENS: Final = 40
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that an engine holds beside its base.
+
+    ``bank`` and ``lanes`` are fixed; an adapter takes at most ``row`` of the bank; ``blocks`` are
+    those of shared prefixes now.
+    """
+
+    bank: int
+    row: int
+    lanes: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +57,47 @@ class _Call:
     run: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    job: Job
-    generation: Generation
-
-
 class Engine:
-    """Generates greedily on one model, for many adapters."""
+    """Generates on one model, for many adapters."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
         stop_tokens: frozenset[int],
-        running: int = 16,
-        outstanding: int = 128,
+        workspace: Workspace,
     ) -> None:
-        if "cache" not in inspect.signature(model.forward).parameters:
-            raise EngineError(f"{type(model).__name__}: a base without a KV cache is not served")
-        self._lora = LoraModel(model)
-        self._model = model
-        self._stop_tokens = stop_tokens
-        self._limits = (running, outstanding)
-        self._adapters: dict[Hashable, Adapter] = {}
-        self._inbox: queue.SimpleQueue[_Call | _Arrival | None] = queue.SimpleQueue()
-        self._waiting: deque[_Arrival] = deque()
-        self._running: list[Sequence] = []
+        """Take the workspace. The model is the engine's from now on.
+
+        Raises:
+            EngineError: the engine cannot run this base, with the reason.
+        """
+        self.workspace = workspace
+        self._library = library_logits(model, _CHECK_TOKENS)
+        self._runner = Runner(model, self.workspace)
+        self._prefix = PrefixCache(
+            tenant_bytes=self.workspace.tenant_bytes, total_bytes=self.workspace.prefix_bytes
+        )
+        self._requests = Requests(
+            self._runner, self._prefix, self.workspace, stop_tokens, self._adapter_row, self._closed
+        )
+        self._rows: dict[Hashable, int] = {}
+        self._leaving: dict[Hashable, tuple[int, int]] = {}
+        self._inbox: queue.SimpleQueue[_Call | tuple[Job, Generation] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[Generation, Job] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
 
     def start(self) -> None:
-        """Start the model's thread."""
+        """Check that neighbours change nothing, then start the model's thread.
+
+        Raises:
+            EngineError: the check failed; nothing is served.
+        """
+        base_check(self._runner, self._library)
+        difference = neighbour_check(self._runner, self.workspace)
+        _LOG.info("a row alone against a crowded one: largest difference %.2g", difference)
         self._thread.start()
 
     def stop(self) -> None:
@@ -101,57 +119,115 @@ class Engine:
         """Queue a job. When this raises, ``on_end`` is not called.
 
         Raises:
-            EngineBusyError: too many are there. EngineError: the engine is stopped.
+            TooLongError: prompt and answer do not fit a lane. EngineBusyError: too many are there.
+            EngineError: no prompt, a token that the base does not have, a lane state of another
+                layout, or the engine is stopped.
         """
+        if not job.prompt or job.max_tokens < 1:
+            raise EngineError("expected a prompt and at least one new token")
+        if not 0 <= min(job.prompt) <= max(job.prompt) < self._runner.vocabulary:
+            # On CUDA it would take the whole device down.
+            raise EngineError(f"expected tokens below {self._runner.vocabulary}")
+        if len(job.prompt) + job.max_tokens > self.workspace.lane_tokens:
+            raise TooLongError(
+                f"expected at most {self.workspace.lane_tokens} tokens of prompt and answer, "
+                f"got {len(job.prompt)} and {job.max_tokens}"
+            )
+        if job.lane_state is not None:
+            self._runner.lanes.state_check(job.lane_state)
         generation = Generation()
         with self._lock:
             if not self.alive:
                 raise EngineError("the engine is stopped")
-            if len(self._open) >= self._limits[1]:
+            if len(self._open) >= self.workspace.outstanding:
                 raise EngineBusyError("too many requests at once")
             self._open[generation] = job
-            self._inbox.put(_Arrival(job, generation))
+            self._inbox.put((job, generation))
         return generation
 
-    def cancel(self, adapter: Hashable) -> int:
+    def cancel(self, name: Hashable) -> int:
         """Cancel all jobs of an adapter; how many."""
         with self._lock:
-            found = [g for g, job in self._open.items() if job.adapter == adapter]
+            found = [g for g, job in self._open.items() if job.adapter == name]
         for generation in found:
             generation.cancel()
         return len(found)
 
     def attach(self, name: Hashable, adapter: Adapter) -> tuple[int, int]:
-        """Make an adapter usable: modules that carry it now, and its resident bytes.
+        """Make an adapter usable: modules that carry it now, and the bytes of its bank row there.
 
         Raises:
-            LoraError: it does not fit the base. EngineError: the name is taken.
+            LoraError: it does not fit base or bank. EngineError: the name is taken.
         """
-        prepared = self._lora.prepare(adapter)
-        return self._call(lambda: self._attach(name, prepared))
+        prepared = self._runner.bank.prepare(adapter)
+
+        def run() -> tuple[int, int]:
+            if name in self._rows or name in self._leaving:
+                raise EngineError(f"{name}: attached already")
+            bank = self._runner.bank
+            row = self._rows[name] = bank.attach(prepared)
+            return bank.applied(row), bank.row_bytes(row)
+
+        return self._call(run)
 
     def detach(self, name: Hashable) -> int:
-        """Let an adapter's tensors go; the bytes they took.
+        """Drop an adapter's blocks and zero its bank row; the bytes that the row took.
 
         Raises:
             EngineError: a job uses it still, or it is not attached.
         """
-        return self._call(lambda: self._detach(name))
 
-    def _attach(self, name: Hashable, adapter: Adapter) -> tuple[int, int]:
-        if name in self._adapters:
-            raise EngineError(f"{name}: attached already")
-        applied = self._lora.wrap(adapter)
-        self._adapters[name] = adapter
-        return applied, adapter.size
+        def run() -> int:
+            with self._lock:
+                if any(job.adapter == name for job in self._open.values()):
+                    raise EngineError(f"{name}: still in use")
+            if name not in self._rows and name not in self._leaving:
+                raise EngineError(f"{name}: not attached")
+            bank = self._runner.bank
+            if name in self._rows:
+                # From here on nothing runs on it, also when zeroing fails half way and has to be
+                # asked for again.
+                row = self._rows.pop(name)
+                self._leaving[name] = (row, bank.row_bytes(row))
+            row, size = self._leaving[name]
+            self._prefix.purge(name)
+            bank.detach(row)
+            del self._leaving[name]
+            return size
 
-    def _detach(self, name: Hashable) -> int:
-        with self._lock:
-            if any(job.adapter == name for job in self._open.values()):
-                raise EngineError(f"{name}: still in use")
-        if name not in self._adapters:
+        return self._call(run)
+
+    def purge(self, name: Hashable) -> int:
+        """Drop every block of an adapter; how many. What runs now publishes no more."""
+        return self._call(lambda: self._requests.purge(name))
+
+    def memory(self) -> Memory:
+        """Bytes held beside the base."""
+        bank, lanes = self._runner.bank, self._runner.lanes
+        return Memory(bank.size, bank.row_size, lanes.size, self._prefix.size)
+
+    @property
+    def layers(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each attention layer its heads, and the sizes of a key and of a value."""
+        lanes = self._runner.lanes
+        pairs = zip(lanes.keys, lanes.values, strict=True)
+        return tuple((keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs)
+
+    @property
+    def references(self) -> int:
+        """References to bank rows: zero when nothing runs."""
+        return self._runner.bank.references
+
+    def _adapter_row(self, name: Hashable | None) -> int:
+        if name is None:
+            return 0
+        if name not in self._rows:
             raise EngineError(f"{name}: not attached")
-        return self._adapters.pop(name).size
+        return self._rows[name]
+
+    def _closed(self, generation: Generation) -> None:
+        with self._lock:
+            self._open.pop(generation, None)
 
     def _call(self, function: Callable[[], _T]) -> _T:
         future: Future[_T] = Future()
@@ -172,9 +248,7 @@ class Engine:
         try:
             while not (self._stopping and not self._open and self._inbox.empty()):
                 self._receive()
-                self._admit()
-                for sequence in tuple(self._running):
-                    self._step(sequence)
+                self._requests.step()
         except BaseException:
             _LOG.exception("the model's thread died")
             raise
@@ -182,7 +256,7 @@ class Engine:
             self._abandon()
 
     def _receive(self) -> None:
-        block = not (self._running or self._waiting or self._stopping)
+        block = self._requests.idle and not self._stopping
         while True:
             try:
                 message = self._inbox.get(block=block)
@@ -191,87 +265,16 @@ class Engine:
             block = False
             if isinstance(message, _Call):
                 message.run()
-            elif isinstance(message, _Arrival):
-                self._waiting.append(message)
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._limits[0]:
-            arrival = self._waiting.popleft()
-            job, generation = arrival.job, arrival.generation
-            try:
-                job.admit()
-                adapter = None if job.adapter is None else self._adapters[job.adapter]
-            except KeyError:
-                self._end(job, generation, "", EngineError(f"{job.adapter}: not attached"))
-                continue
-            except Exception as error:  # noqa: BLE001 - the caller's own check ends its job
-                self._end(job, generation, "", error)
-                continue
-            cache = DynamicCache(config=self._model.config)
-            self._running.append(Sequence(job, generation, adapter, cache, list(job.prompt)))
-
-    def _step(self, sequence: Sequence) -> None:
-        if sequence.generation.cancelled:
-            self._leave(sequence, CANCELLED)
-            return
-        try:
-            token = self._forward(sequence)
-        except Exception as error:  # noqa: BLE001 - one request's fault is not the others'
-            _LOG.exception("a forward failed; its request ends")
-            failure = EngineError("the forward failed")
-            failure.__cause__ = error
-            self._leave(sequence, "", failure)
-            return
-        if token is None:
-            return
-        if token in self._stop_tokens:
-            self._leave(sequence, STOP)
-            return
-        sequence.pending = [token]
-        sequence.generation.emit(token)
-        if sequence.generation.produced >= sequence.job.max_tokens:
-            self._leave(sequence, LENGTH)
-
-    def _forward(self, sequence: Sequence) -> int | None:
-        """Run one chunk; the next token, or None while there is more of the prompt."""
-        chunk = sequence.pending[:_PREFILL_TOKENS]
-        tokens = torch.tensor([chunk], device=self._model.device)
-        with torch.inference_mode(), self._lora.selection.of(sequence.adapter):
-            output: Any = self._model(
-                input_ids=tokens, cache=sequence.cache, use_cache=True, logits_to_keep=1
-            )
-        sequence.pending = sequence.pending[_PREFILL_TOKENS:]
-        if sequence.pending:
-            return None
-        logits: Tensor = output.logits[0, -1]
-        if not bool(torch.isfinite(logits).all()):
-            raise EngineError("logits that are not finite")
-        return int(logits.argmax())
-
-    def _leave(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
-        self._running.remove(sequence)
-        self._end(sequence.job, sequence.generation, reason, error)
-
-    def _end(
-        self, job: Job, generation: Generation, reason: str, error: Exception | None = None
-    ) -> None:
-        with self._lock:
-            self._open.pop(generation, None)
-        try:
-            job.on_end()
-        except Exception:  # noqa: BLE001 - the model's thread goes on
-            _LOG.exception("on_end failed")
-        generation.end(reason, error)
+            elif message is not None:
+                self._requests.add(*message)
 
     def _abandon(self) -> None:
         with self._lock:
             self._stopping = True
-            left = list(self._open.items())
-        for generation, job in left:
-            self._end(job, generation, CANCELLED, EngineError("the engine stopped"))
-        self._running.clear()
-        self._waiting.clear()
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Call):
                 message.run()
+            elif message is not None:
+                self._requests.add(*message)
+        self._requests.abandon()

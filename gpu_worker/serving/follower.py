@@ -1,19 +1,20 @@
-"""What ties a node to its registry: the feed that it follows and the lease that it renews.
+"""What ties a node to its registry: the feed, the heartbeat and the revocation list.
 
-The feed tells of a revocation at once; the heartbeat's answer holds what the node has still to let
-go of, so that one that missed events, or was restarted in the middle, catches up. A node that
-cannot renew refuses new work before the registry counts it as gone.
+The feed tells of a revocation at once. The heartbeat's answer holds what the node has still to let
+go of, and whatever it holds that is not approved: so one that missed events, or was restarted in
+the middle, catches up. The list says the same under a signature with an expiry; a node that cannot
+get it in time refuses new work.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final
 from uuid import UUID
 
+from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Residents
 from gpu_worker.serving.store import NodeStore
@@ -21,42 +22,46 @@ from registry_service.client import RegistryClient
 from registry_service.domain import limits
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import (
+    MalformedError,
     NotFoundError,
     RegistryError,
     UnavailableError,
 )
 
 _LOG = logging.getLogger(__name__)
-_REVOKED: Final = "artifact.revoked"
+_REVOKED: Final = frozenset({"artifact.revoked", "revocation.hastened"})
 _RETRY_SECONDS: Final = 1.0
+# Of a list's life between two looks at it: many tries before the alarm at half of it.
+_REFRESH_AT: Final = 0.05
 
 
 class Follower:
-    """Two threads; ``fresh`` says whether new work may be accepted."""
+    """Three threads, one for each of feed, heartbeat and list."""
 
     def __init__(
         self,
         client: RegistryClient,
         store: NodeStore,
         node: str,
+        held: HeldList,
         *,
-        elapsed: Callable[[], float] = time.monotonic,
         feed_wait: float = limits.FEED_WAIT_SECONDS,
     ) -> None:
         self._client = client
         self._store = store
         self._node = node
-        self._elapsed = elapsed
+        self._held = held
         self._feed_wait = feed_wait
         self._index = store.feed_index()
-        self._lease_until = float("-inf")
         self._lease_seconds = float(limits.NODE_LEASE_SECONDS)
+        self._refresh_now = threading.Event()
+        self._alarmed = 0
         self._stopping = threading.Event()
 
     @property
-    def fresh(self) -> bool:
-        """True while the lease runs."""
-        return self._elapsed() < self._lease_until
+    def stale_reason(self) -> str | None:
+        """Why no new work may be accepted (the revocation list does not hold), or None."""
+        return self._held.stale_reason()
 
     @property
     def index(self) -> int:
@@ -64,42 +69,84 @@ class Follower:
         return self._index
 
     def start(self, residents: Residents) -> None:
-        """Follow feed and lease from now on."""
-        for name, run in (("feed", self._feed_loop), ("heartbeat", self._heartbeat_loop)):
-            threading.Thread(target=run, args=(residents,), name=name, daemon=True).start()
+        """Follow feed, lease and list from now on."""
+        for name, step in (
+            ("feed", lambda: self.feed_read(residents, self._feed_wait)),
+            ("heartbeat", lambda: self._heartbeat_step(residents)),
+            ("revocation list", lambda: self._list_step(residents)),
+        ):
+            threading.Thread(target=self._loop, args=(name, step), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """End both threads; one that waits for an answer ends with the process."""
+        """End the threads; one that waits for an answer ends with the process."""
         self._stopping.set()
+        self._refresh_now.set()
+
+    def reconcile(self, residents: Residents) -> None:
+        """Compare what is resident and what lies in the store with what is approved.
+
+        Raises:
+            RegistryError: the registry does not answer, or its list does not hold.
+        """
+        self.heartbeat(residents)
+        self.list_refresh(residents)
 
     def heartbeat(self, residents: Residents) -> None:
-        """Renew the lease once.
-
-        What is revoked is refused before the lease counts as renewed.
-        """
-        asked_at = self._elapsed()
+        """Renew the lease once, and let go of what the answer names."""
         answer = self._client.node_heartbeat(self._node, self._index, residents.report())
         for item in answer["revocations"]:
             key = Key(UUID(item["tenantId"]), digest_parse(item["adapterDigest"]))
             residents.revoke(key, item["deadlineSeconds"])
+        for item in answer["lostPlacements"]:
+            key = Key(UUID(item["tenantId"]), digest_parse(item["adapterDigest"]))
+            residents.placement_lost(key)
         self._lease_seconds = float(answer["leaseSeconds"])
-        # Counted from before the question: the registry counts from when it got it.
-        self._lease_until = asked_at + self._lease_seconds
+
+    def list_refresh(self, residents: Residents) -> None:
+        """Fetch the revocation list when there is a newer one, and let go of what it names.
+
+        Raises:
+            UnavailableError: the registry does not answer. UntrustedError: its list does not hold.
+        """
+        envelope = self._client.revocation_list(self._held.number)
+        if envelope is not None:
+            self._held.take(envelope)
+        # Also when it is the one from before: what could not be let go of then is tried again.
+        residents.listed_revoke()
+        self._alarm()
 
     def feed_read(self, residents: Residents, wait: float) -> None:
-        """Handle one page of the feed, then keep its index."""
+        """Handle one page of the feed, then keep its index.
+
+        After a gap (the log is shorter than what was read, or an index is missing) and after an
+        event of a revocation that cannot be read, everything is compared before the index is kept.
+        """
         page = self._client.feed(self._index, wait)
+        indexes = [event["index"] for event in page["items"]]
+        end = page["next"]
+        whole = end >= self._index and indexes == list(range(self._index + 1, end + 1))
         for event in page["items"]:
-            self._handle(event, residents)
-        if page["next"] > self._index:
-            self._index = page["next"]
+            whole = self._handle(event, residents) and whole
+        if not whole:
+            _LOG.warning(
+                "feed: expected events from %d without gaps, got %d up to %d; comparing everything",
+                self._index + 1,
+                len(indexes),
+                end,
+                extra={"event": "feed.gap"},
+            )
+            self.reconcile(residents)
+        if end != self._index:
+            self._index = end
             self._store.feed_index_write(self._index)
 
-    def acknowledge(self, key: Key, freed: int) -> None:
+    def acknowledge(self, key: Key, freed: int, purged: int) -> None:
         """Say that a key is gone, until it is heard or nobody waits for it."""
         while not self._stopping.is_set():
             try:
-                self._client.node_acknowledge(self._node, str(key.tenant_id), key.digest, freed, 0)
+                self._client.node_acknowledge(
+                    self._node, str(key.tenant_id), key.digest, freed, purged
+                )
             except NotFoundError:
                 return
             except UnavailableError as error:
@@ -108,27 +155,61 @@ class Follower:
             else:
                 return
 
-    def _handle(self, event: dict[str, Any], residents: Residents) -> None:
-        if event["kind"] != _REVOKED:
-            return
-        key = Key(UUID(event["tenantId"]), digest_parse(event["subject"]))
-        residents.revoke(key, event["body"].get("deadlineSeconds"))
+    def _handle(self, event: dict[str, Any], residents: Residents) -> bool:
+        """Act on an event; False when it is one of a revocation and cannot be read."""
+        if event["kind"] not in _REVOKED:
+            return True
+        try:
+            key = Key(UUID(event["tenantId"]), digest_parse(event["subject"]))
+            deadline = _seconds(event["body"].get("deadlineSeconds"))
+        except (AttributeError, KeyError, TypeError, ValueError, MalformedError) as error:
+            _LOG.error("feed: event %s cannot be read: %r", event["index"], error)
+            return False
+        residents.revoke(key, deadline)
+        self._refresh_now.set()
+        return True
 
-    def _feed_loop(self, residents: Residents) -> None:
+    def _heartbeat_step(self, residents: Residents) -> None:
+        if not self._stopping.wait(self._lease_seconds / 3):
+            self.heartbeat(residents)
+
+    def _list_step(self, residents: Residents) -> None:
+        self._refresh_now.wait(self._refresh_seconds())
+        self._refresh_now.clear()
+        if not self._stopping.is_set():
+            self.list_refresh(residents)
+
+    def _refresh_seconds(self) -> float:
+        life = self._held.life_seconds
+        return _RETRY_SECONDS if life is None else life * _REFRESH_AT
+
+    def _loop(self, what: str, step: Callable[[], None]) -> None:
         while not self._stopping.is_set():
             try:
-                self.feed_read(residents, self._feed_wait)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the node keeps following
-                self._trouble("feed", error)
+                step()
+            except Exception as error:  # noqa: BLE001 - the list runs out, which is the answer
+                if self._stopping.is_set():
+                    return
+                shown = error.message if isinstance(error, RegistryError) else repr(error)
+                _LOG.warning("%s: %s", what, shown)
+                self._alarm()
+                self._stopping.wait(_RETRY_SECONDS)
 
-    def _heartbeat_loop(self, residents: Residents) -> None:
-        while not self._stopping.wait(self._lease_seconds / 3):
-            try:
-                self.heartbeat(residents)
-            except Exception as error:  # noqa: BLE001 - the lease runs out, which is the answer
-                self._trouble("heartbeat", error)
+    def _alarm(self) -> None:
+        """Once for each list: half of its life is over and there is no newer one."""
+        number = self._held.number
+        if self._held.past_half and self._alarmed != number:
+            self._alarmed = number
+            _LOG.error(
+                "revocation list %d: half of its life is over and there is no newer one",
+                number,
+                extra={"event": "revocation_list.overdue"},
+            )
 
-    def _trouble(self, what: str, error: Exception) -> None:
-        shown = error.message if isinstance(error, RegistryError) else repr(error)
-        _LOG.warning("%s: %s", what, shown)
-        self._stopping.wait(_RETRY_SECONDS)
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError("deadlineSeconds: expected seconds or null")
+    return float(value)

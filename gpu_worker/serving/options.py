@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+from gpu_worker.serving.loader import QueueLimits
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_parse
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.names import adapter_name, node_name, tenant_name
@@ -19,6 +23,23 @@ class Wanted:
     tenant: str
     adapter: str
     digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """What adapters may take on a node. Sizes in bytes; 0 is as much as the node has.
+
+    ``adapters`` and ``rank`` are those of the bank, ``sequences`` run at once on one adapter.
+    """
+
+    memory: int = 0
+    adapters: int = limits.NODE_ADAPTERS
+    rank: int = limits.NODE_RANK
+    adapter_bytes: int = limits.WEIGHT_BYTES
+    sequences: int = limits.ADAPTER_SEQUENCES
+    tenant_adapters: int = limits.TENANT_ADAPTERS
+    tenant_bytes: int = 0
+    queue: QueueLimits = field(default_factory=QueueLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,22 @@ class Options:
     store: Path
     preload: tuple[Wanted, ...]
     device: str
+    traces: str | None = None
+    drain_seconds: int = limits.DRAIN_SECONDS
+    limits: LoadLimits = field(default_factory=LoadLimits)
+
+
+# Flag, the most it may be, its default (0: as much as there is), and what it says.
+_LIMITS: Final = (
+    ("--memory-mib", 64 * limits.MIB, 0, "memory of the node; default: a part of the device's"),
+    ("--max-adapters", 4096, limits.NODE_ADAPTERS, "adapters that are resident at once"),
+    ("--max-rank", limits.RANK, limits.NODE_RANK, "largest rank; every adapter pays for it"),
+    ("--max-adapter-mib", limits.WEIGHT_BYTES // limits.MIB, 4096, "largest adapter's files"),
+    ("--max-sequences", 4096, limits.ADAPTER_SEQUENCES, "requests at once on one adapter"),
+    ("--max-tenant-adapters", 4096, limits.TENANT_ADAPTERS, "a tenant's resident adapters"),
+    ("--max-tenant-mib", 64 * limits.MIB, 0, "a tenant's resident bytes; default: all there are"),
+    ("--max-tenant-loads", 6000, limits.TENANT_LOADS_PER_MINUTE, "a tenant's loads a minute"),
+)
 
 
 def options_parse(arguments: list[str]) -> Options:
@@ -66,6 +103,16 @@ def options_parse(arguments: list[str]) -> Options:
         help="load before listening, or exit; may be repeated",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--traces", metavar="URL", help="OTLP/HTTP collector, else no traces")
+    parser.add_argument(
+        "--drain-seconds",
+        type=_number(3600),
+        default=limits.DRAIN_SECONDS,
+        metavar="N",
+        help="how long requests may finish after SIGTERM",
+    )
+    for flag, most, default, text in _LIMITS:
+        parser.add_argument(flag, type=_number(most), default=default, metavar="N", help=text)
     given = parser.parse_args(arguments)
     return Options(
         url=given.url,
@@ -79,6 +126,31 @@ def options_parse(arguments: list[str]) -> Options:
         store=given.store,
         preload=tuple(wanted_parse(text) for text in given.preload),
         device=given.device,
+        limits=_limits(given),
+        traces=given.traces,
+        drain_seconds=given.drain_seconds,
+    )
+
+
+def _number(most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"expected 1 to {most}, got {shown(text)}")
+        return int(text)
+
+    return parse
+
+
+def _limits(given: argparse.Namespace) -> LoadLimits:
+    return LoadLimits(
+        memory=given.memory_mib * limits.MIB,
+        adapters=given.max_adapters,
+        rank=given.max_rank,
+        adapter_bytes=given.max_adapter_mib * limits.MIB,
+        sequences=given.max_sequences,
+        tenant_adapters=given.max_tenant_adapters,
+        tenant_bytes=given.max_tenant_mib * limits.MIB,
+        queue=QueueLimits(waiting_each=given.max_sequences, per_minute=given.max_tenant_loads),
     )
 
 

@@ -3,9 +3,9 @@
     load_begin → LOADING → SERVING → DRAINING → PURGED → UNLOADED
                     └ load_failed: gone
 
-A revoked key never serves again, whatever its state was and whether or not it was resident. Every
-request holds a reference from before its first token to after its last, and an entry with
-references is neither purged nor unloaded.
+It drains when it is revoked, or retired to make room. A revoked key never serves again, whatever
+its state was and whether or not it was resident. Every request holds a reference from before its
+first token to after its last, and an entry with references is neither purged nor unloaded.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ class ResidencyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A copy of one entry, for reports. ``size`` is in bytes; ``deadline`` in the caller's time."""
+    """A copy of one entry. ``size`` is in bytes, ``deadline`` in the caller's time.
+
+    The one with the least ``used`` was used longest ago.
+    """
 
     key: Key
     state: ResidentState
     references: int
     size: int
     deadline: float | None
+    used: int
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class _Entry:
     references: int = 0
     size: int = 0
     deadline: float | None = None
+    used: int = 0
 
 
 class Residency:
@@ -64,6 +69,7 @@ class Residency:
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
         self._revoked: set[Key] = set()
+        self._uses = 0
 
     def state(self, key: Key) -> ResidentState | None:
         """Where a key stands, or None when it is not resident."""
@@ -82,12 +88,19 @@ class Residency:
             raise ResidencyError(f"expected a key that is not resident, got {self.state(key)}")
         self._entries[key] = _Entry(ResidentState.LOADING)
 
-    def load_end(self, key: Key, size: int) -> ResidentState:
-        """A load succeeded: SERVING, or DRAINING when it was revoked meanwhile."""
+    def load_end(self, key: Key, size: int, references: int = 0) -> ResidentState:
+        """A load succeeded: SERVING, or DRAINING when it was revoked meanwhile.
+
+        Whoever waited for it has a reference of ``references`` when it serves: nothing comes
+        between the load and the first use.
+        """
         entry = self._expect(key, ResidentState.LOADING)
         entry.size = size
-        revoked = key in self._revoked
-        entry.state = ResidentState.DRAINING if revoked else ResidentState.SERVING
+        if key in self._revoked:
+            entry.state = ResidentState.DRAINING
+        else:
+            entry.state, entry.references = ResidentState.SERVING, references
+        self._use(entry)
         return entry.state
 
     def load_failed(self, key: Key) -> None:
@@ -99,7 +112,9 @@ class Residency:
         """Take a reference. Raises ResidencyError unless it is SERVING and not revoked."""
         if key in self._revoked:
             raise ResidencyError("revoked")
-        self._expect(key, ResidentState.SERVING).references += 1
+        entry = self._expect(key, ResidentState.SERVING)
+        entry.references += 1
+        self._use(entry)
 
     def release(self, key: Key) -> None:
         """Give a reference back, in any state."""
@@ -107,6 +122,21 @@ class Residency:
         if entry is None or entry.references == 0:
             raise ResidencyError("released more often than acquired")
         entry.references -= 1
+        self._use(entry)
+
+    def retire(self, key: Key) -> None:
+        """Drain a serving key without revoking it: it may be loaded again afterwards."""
+        self._expect(key, ResidentState.SERVING).state = ResidentState.DRAINING
+
+    def resume(self, key: Key) -> None:
+        """Serve a retired key again, whose weights could not be let go of.
+
+        Raises:
+            ResidencyError: it was revoked meanwhile.
+        """
+        if key in self._revoked:
+            raise ResidencyError("revoked")
+        self._expect(key, ResidentState.DRAINING).state = ResidentState.SERVING
 
     def revoke(self, key: Key, deadline: float | None) -> ResidentState | None:
         """Refuse the key from now on and drain it; the state, None when it is not resident.
@@ -134,7 +164,11 @@ class Residency:
         return entry is not None and (entry.state, entry.references) == (ResidentState.DRAINING, 0)
 
     def purge(self, key: Key) -> None:
-        """Its files and caches are gone. Raises ResidencyError while there are references."""
+        """What goes before its weights is gone.
+
+        Raises:
+            ResidencyError: it does not drain, or has references.
+        """
         if not self.drained(key):
             raise ResidencyError("expected a drained key without references")
         self._entries[key].state = ResidentState.PURGED
@@ -149,9 +183,13 @@ class Residency:
     def residents(self) -> tuple[Resident, ...]:
         """Every entry, in the order of loading."""
         return tuple(
-            Resident(key, entry.state, entry.references, entry.size, entry.deadline)
+            Resident(key, entry.state, entry.references, entry.size, entry.deadline, entry.used)
             for key, entry in self._entries.items()
         )
+
+    def _use(self, entry: _Entry) -> None:
+        self._uses += 1
+        entry.used = self._uses
 
     def _expect(self, key: Key, state: ResidentState) -> _Entry:
         entry = self._entries.get(key)

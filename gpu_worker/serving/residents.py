@@ -5,29 +5,65 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from uuid import UUID
 
-from gpu_worker.serving.admission import Admission, Admitted, Clock
-from gpu_worker.serving.engine import Engine
-from gpu_worker.serving.residency import Key, Residency, ResidencyError, Resident, ResidentState
+from gpu_worker.serving.admission import AdapterHost, Admitted, Clock
+from gpu_worker.serving.emptying import (
+    Acknowledge,
+    Emptying,
+    Holders,
+    Purges,
+    Shelf,
+    Slots,
+)
+from gpu_worker.serving.eviction import Reason
+from gpu_worker.serving.held_list import HeldList
+from gpu_worker.serving.loader import Load, LoadQueue, Ticket
+from gpu_worker.serving.loading import Loaded, Loading
+from gpu_worker.serving.residency import Key, ResidencyError, Resident, ResidentState
 from gpu_worker.serving.store import NodeStore
 from registry_service.domain.digests import Digest
-from registry_service.domain.errors import NotFoundError, RefusedError
+from registry_service.domain.errors import (
+    NotFoundError,
+    RefusedError,
+    RegistryError,
+    TooManyRequestsError,
+    UnavailableError,
+)
 
 _LOG = logging.getLogger(__name__)
-_LOADS_AT_ONCE: Final = 2
+# An eviction that was planned may find its adapter in use again: then it is planned anew.
+_PLANS: Final = 8
+_REMEMBERED: Final = 4096
 
-Acknowledge = Callable[[Key, int], None]
-"""Tells the registry that a key is gone, and the bytes that became free."""
+
+class Watch(Protocol):
+    """Hears of loads and uses."""
+
+    def hit(self, key: Key) -> None:
+        """A request found it resident."""
+        ...
+
+    def loaded(self, key: Key, seconds: float) -> None:
+        """It was loaded."""
+        ...
+
+    def load_failed(self, key: Key) -> None:
+        """A load failed."""
+        ...
 
 
 class Lease:
-    """One request's hold on a resident; giving it back twice does nothing."""
+    """One request's hold on a resident; giving it back twice does nothing.
 
-    def __init__(self, residents: Residents, key: Key) -> None:
+    ``chat_template`` is the adapter's own; None where it has its base's.
+    """
+
+    def __init__(self, residents: Residents, key: Key, chat_template: str | None) -> None:
+        self.chat_template = chat_template
         self._residents = residents
         self._key: Key | None = key
         self._lock = threading.Lock()
@@ -45,23 +81,39 @@ class Residents:
 
     def __init__(
         self,
-        admission: Admission,
-        engine: Engine,
+        loading: Loading,
+        engine: AdapterHost,
         store: NodeStore,
+        held: HeldList,
         *,
         now: Clock,
         acknowledge: Acknowledge,
+        purges: Sequence[Purges] = (),
+        slots: Sequence[Slots] = (),
     ) -> None:
-        self._admission = admission
-        self._engine = engine
+        """``purges`` and ``slots`` are whatever may hold something of an adapter when it goes."""
+        self._loading = loading
         self._store = store
         self._now = now
-        self._acknowledge = acknowledge
-        self._changed = threading.Condition()
-        self._table = Residency()
-        self._admitted: dict[Key, Admitted] = {}
-        self._draining: set[Key] = set()
-        self._loads = threading.Semaphore(_LOADS_AT_ONCE)
+        self._watches: list[Watch] = []
+        shelf = Shelf()
+        self._changed, self._table = shelf.changed, shelf.table
+        self._loaded, self._draining = shelf.loaded, shelf.draining
+        holders = Holders(acknowledge, purges, slots)
+        self._emptying = Emptying(shelf, loading, engine, store, held, holders, now=now)
+        self._queue = LoadQueue(self._load, loading.limits.queue, elapsed=time.monotonic)
+
+    def watch(self, watch: Watch) -> None:
+        """Tell of loads and uses from now on."""
+        self._watches.append(watch)
+
+    def start(self) -> None:
+        """Take loads from now on."""
+        self._queue.start()
+
+    def stop(self) -> None:
+        """Take no more loads."""
+        self._queue.stop()
 
     def acquire(
         self, *, tenant_id: UUID, tenant: str, adapter: str, digest: Digest, template: Digest
@@ -72,16 +124,22 @@ class Residents:
             RegistryError: not admitted, revoked, not loadable: refused. UnavailableError: later.
         """
         key = Key(tenant_id, digest)
-        while True:
+        with self._changed:
+            if self._table.state(key) is ResidentState.SERVING:
+                self._use_check(self._loaded[key].admitted, tenant, adapter, template)
+                lease = self._lease(key)
+                for watch in self._watches:
+                    watch.hit(key)
+                return lease
+            ticket = self._ticket(Load(key, tenant, adapter))
+        lease = self._wait(ticket, self._loading.limits.queue.wait_seconds)
+        try:
             with self._changed:
-                state = self._wait_while_loading(key)
-                if state is ResidentState.SERVING:
-                    self._use_check(self._admitted[key], tenant, adapter, template)
-                    return self._lease(key)
-                if state is not None or self._table.is_revoked(key):
-                    raise NotFoundError("not found")
-                self._table.load_begin(key)
-            self._load(key, tenant, adapter, tenant_id)
+                self._use_check(self._loaded[key].admitted, tenant, adapter, template)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
 
     def preload(self, tenant: str, adapter: str, digest: Digest) -> Key:
         """Load before listening.
@@ -89,13 +147,13 @@ class Residents:
         Raises:
             RegistryError: it is not valid here, or cannot be fetched.
         """
-        claims = self._admission.verdict(tenant, adapter, digest, None)
+        claims = self._loading.verdict(tenant, adapter, digest, None)
         key = Key(claims.tenant_id, digest)
         with self._changed:
-            if self._table.state(key) is not None:
+            if self._table.state(key) is ResidentState.SERVING:
                 return key
-            self._begin(key)
-        self._load(key, tenant, adapter, claims.tenant_id)
+            ticket = self._ticket(Load(key, tenant, adapter), paced=False)
+        self._wait(ticket, None).release()
         return key
 
     def serving(self, key: Key) -> bool:
@@ -125,91 +183,120 @@ class Residents:
 
     def revoke(self, key: Key, deadline_seconds: float | None) -> None:
         """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller."""
-        deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self._emptying.revoke(key, deadline_seconds)
+
+    def listed_revoke(self) -> None:
+        """Let go of whatever the revocation list names, by any of its digests."""
+        self._emptying.listed_revoke()
+
+    def placement_lost(self, key: Key) -> None:
+        """Other nodes hold this key now: unload it once nobody uses it, beside the caller."""
+        self._emptying.placement_lost(key)
+
+    @property
+    def letting_go(self) -> bool:
+        """True while something revoked is on its way out."""
         with self._changed:
-            self._table.revoke(key, deadline)
+            return bool(self._draining)
+
+    @property
+    def loads_waiting(self) -> int:
+        """How many loads wait for their turn."""
+        return self._queue.queued
+
+    def unloads(self) -> dict[Reason, int]:
+        """How many adapters each reason unloaded since the start."""
+        with self._changed:
+            return dict(self._emptying.unloads.by_reason)
+
+    def unloads_of(self, key: Key) -> dict[Reason, int]:
+        """How often each reason unloaded this key."""
+        with self._changed:
+            return self._emptying.unloads.of(key)
+
+    def _ticket(self, load: Load, *, paced: bool = True) -> Ticket:
+        """A place among those who wait for a load."""
+        state = self._table.state(load.key)
+        if self._table.is_revoked(load.key):
+            raise NotFoundError("not found")
+        if state not in {None, ResidentState.LOADING}:
+            raise UnavailableError("the adapter is being unloaded", retry_after=1)
+        ticket = self._queue.join(load, paced=paced)
+        if state is None:
+            self._table.load_begin(load.key)
+        return ticket
+
+    def _wait(self, ticket: Ticket, seconds: float | None) -> Lease:
+        """The reference that comes with the end of a load."""
+        if not ticket.done.wait(seconds):
+            with self._changed:
+                if not ticket.done.is_set():
+                    self._queue.leave(ticket)
+                    raise UnavailableError("the adapter is still being loaded")
+        if ticket.error is not None:
+            raise ticket.error
+        return self._held_lease(ticket.load.key)
+
+    def _load(self, ticket: Ticket) -> None:
+        """Load what a ticket names; on any failure its entry is gone, and nothing is left."""
+        key, started = ticket.load.key, time.monotonic()
+        loaded: Loaded | None = None
+        try:
+            loaded = self._loading.load(ticket.load, self._emptying.room_make)
+            self._serve(ticket, loaded)
+        except BaseException as error:  # noqa: BLE001 - those who wait are told
+            self._load_failed(ticket, loaded, error)
+            return
+        seconds = time.monotonic() - started
+        _LOG.info("%s: loaded in %.2f s", key.digest, seconds)
+        for watch in self._watches:
+            watch.loaded(key, seconds)
+        self._emptying.trim(key)
+
+    def _serve(self, ticket: Ticket, loaded: Loaded) -> None:
+        key = ticket.load.key
+        with self._changed:
+            self._loaded[key] = loaded
+            entry = self._emptying.listed(key)
+            if entry is not None:
+                # A newer list came while this was loading: it goes from LOADING to DRAINING.
+                self.revoke(key, self._emptying.seconds_left(entry))
+            state = self._table.load_end(key, loaded.admitted.size, ticket.waiting)
+            serving = state is ResidentState.SERVING
+            self._queue.settle(ticket, None if serving else NotFoundError("not found"))
             self._changed.notify_all()
-            if key in self._draining:
-                return
-            self._draining.add(key)
-        threading.Thread(target=self._drain, args=(key,), name="drain", daemon=True).start()
 
-    def _drain(self, key: Key) -> None:
-        try:
-            with self._changed:
-                loaded = self._wait_while_loading(key) is not None
-                if loaded:
-                    self._wait_drained(key)
-            freed = self._let_go(key, loaded=loaded)
-            _LOG.info("%s: gone, %d bytes freed", key.digest, freed)
-            self._acknowledge(key, freed)
-        except Exception:  # noqa: BLE001 - the next heartbeat names it again: it starts over
-            _LOG.exception("%s: letting go failed", key.digest)
-        finally:
-            with self._changed:
-                self._draining.discard(key)
-
-    def _let_go(self, key: Key, *, loaded: bool) -> int:
-        """Purge, then unload; the bytes of memory that became free."""
-        self._store.remove(key)
-        if not loaded:
-            return 0
+    def _load_failed(self, ticket: Ticket, loaded: Loaded | None, error: BaseException) -> None:
+        key = ticket.load.key
+        if not isinstance(error, RegistryError):
+            _LOG.error("%s: the load failed", key.digest, exc_info=error)
+        else:
+            _LOG.warning("%s: not loaded: %s", key.digest, error.message)
+        if loaded is not None:
+            self._loading.undo(key, loaded)
         with self._changed:
-            if self._table.state(key) is ResidentState.DRAINING:
-                self._table.purge(key)
-        freed = self._engine.detach(key)
-        with self._changed:
-            self._table.unload(key)
-            self._admitted.pop(key, None)
-        return freed
-
-    def _wait_drained(self, key: Key) -> None:
-        cancelled = False
-        while self._table.state(key) is ResidentState.DRAINING and not self._table.drained(key):
-            deadline = self._table.deadline(key)
-            left = None if deadline is None or cancelled else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                _LOG.info("%s: %d requests cancelled", key.digest, self._engine.cancel(key))
-                # One that was between its lease and the engine comes after: look again.
-                self._changed.wait(0.05)
-                continue
-            self._changed.wait(left)
-
-    def _wait_while_loading(self, key: Key) -> ResidentState | None:
-        while self._table.state(key) is ResidentState.LOADING:
-            self._changed.wait()
-        return self._table.state(key)
-
-    def _load(self, key: Key, tenant: str, adapter: str, tenant_id: UUID) -> None:
-        """Load a key whose entry is LOADING; on any failure the entry is gone."""
-        started = time.monotonic()
-        try:
-            with self._loads:
-                claims = self._admission.verdict(tenant, adapter, key.digest, tenant_id)
-                admitted = self._admission.load(claims)
-        except BaseException:
-            with self._changed:
-                self._table.load_failed(key)
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._admitted[key] = admitted
-            self._table.load_end(key, admitted.size)
+            self._loaded.pop(key, None)
+            self._table.load_failed(key)
+            self._queue.settle(ticket, error)
             self._changed.notify_all()
-        _LOG.info("%s: loaded in %.2f s", key.digest, time.monotonic() - started)
-
-    def _begin(self, key: Key) -> None:
-        try:
-            self._table.load_begin(key)
-        except ResidencyError as error:
-            raise NotFoundError("not found") from error
+        for watch in self._watches:
+            watch.load_failed(key)
 
     def _lease(self, key: Key) -> Lease:
+        most = self._loading.limits.sequences
+        if any(r.key == key and r.references >= most for r in self._table.residents()):
+            raise TooManyRequestsError(
+                f"expected at most {most} requests at once on one adapter", retry_after=1
+            )
         try:
             self._table.acquire(key)
         except ResidencyError as error:
             raise NotFoundError("not found") from error
-        return Lease(self, key)
+        return self._held_lease(key)
+
+    def _held_lease(self, key: Key) -> Lease:
+        """The lease that goes with a reference that is taken."""
+        return Lease(self, key, self._loaded[key].admitted.chat_template)
 
     def _use_check(self, admitted: Admitted, tenant: str, adapter: str, template: Digest) -> None:
         claims = admitted.claims

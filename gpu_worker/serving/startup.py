@@ -6,25 +6,18 @@ Whatever does not hold ends the process with a clear line before it listens.
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
-
-import uvicorn
 
 from gpu_worker.base_files import ProvenBase, base_prove
 from gpu_worker.serving.adapter_load import BaseIdentity
-from gpu_worker.serving.admission import Admission
-from gpu_worker.serving.base_load import LoadedBase, base_load, device_choose
-from gpu_worker.serving.completions import Completions, Gate
-from gpu_worker.serving.engine import Engine
-from gpu_worker.serving.follower import Follower
+from gpu_worker.serving.base_load import base_load, device_choose
+from gpu_worker.serving.gate import Gate
+from gpu_worker.serving.json_log import log_configure
+from gpu_worker.serving.listening import Listener
+from gpu_worker.serving.node import Node, now
 from gpu_worker.serving.options import Options, options_parse
-from gpu_worker.serving.parameters import parameters_digest
-from gpu_worker.serving.residents import Residents
 from gpu_worker.serving.sequence import EngineError
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.trust import Trust, trust_parse
@@ -40,78 +33,6 @@ from registry_service.domain.errors import (
 from registry_service.trust.verdict import base_verify
 
 _LOG = logging.getLogger(__name__)
-_DRAIN_SECONDS: Final = 30
-
-
-class Node:
-    """A node's parts, and the order in which they come up and go down."""
-
-    def __init__(
-        self,
-        client: RegistryClient,
-        trust: Trust,
-        store: NodeStore,
-        base: BaseIdentity,
-        loaded: LoadedBase,
-        *,
-        name: str,
-        started_at: datetime,
-    ) -> None:
-        self.client, self.store, self.base, self.name = client, store, base, name
-        self.engine = Engine(loaded.model, stop_tokens=loaded.stop_tokens)
-        self.follower = Follower(client, store, name)
-        admission = Admission(
-            client,
-            trust,
-            base,
-            self.engine,
-            store,
-            now=now,
-            base_unchanged=lambda: parameters_digest(loaded.parameters) == loaded.parameters_digest,
-        )
-        self.residents = Residents(
-            admission, self.engine, store, now=now, acknowledge=self.follower.acknowledge
-        )
-        self.completions = Completions(
-            Gate(trust, name, started_at, now),
-            base,
-            loaded.text,
-            self.engine,
-            self.residents,
-            self.follower,
-            max_tokens=loaded.max_tokens,
-        )
-
-    def start(self, options: Options) -> None:
-        """Preload, register, reconcile with what was revoked meanwhile, follow.
-
-        Raises:
-            RegistryError: a preloaded digest is not valid, or the registry refuses this node.
-        """
-        self.engine.start()
-        keys = []
-        for wanted in options.preload:
-            keys.append(self.residents.preload(wanted.tenant, wanted.adapter, wanted.digest))
-            _LOG.info("preloaded %s/%s %s", wanted.tenant, wanted.adapter, wanted.digest)
-        self.client.node_register(
-            self.name, self.base.digest, options.public_url, self.base.catalog_digest
-        )
-        self.follower.heartbeat(self.residents)
-        gone = [key.digest for key in keys if not self.residents.serving(key)]
-        if gone:
-            raise RefusedError(f"preload: revoked meanwhile: {', '.join(gone)}")
-        self.follower.start(self.residents)
-
-    def stop(self) -> None:
-        """Let go of everything."""
-        self.follower.stop()
-        self.engine.stop()
-        self.store.close()
-
-
-def now() -> datetime:
-    """The time, in UTC."""
-    return datetime.now(UTC)
 
 
 def base_admit(client: RegistryClient, trust: Trust, proven: ProvenBase) -> BaseIdentity:
@@ -138,7 +59,11 @@ def base_admit(client: RegistryClient, trust: Trust, proven: ProvenBase) -> Base
             raise RefusedError(f"base {proven.dir}: {field}: expected {known[field]}, got {own}")
     catalog = catalog_build(proven.dir, proven.digest)
     base = BaseIdentity(
-        proven.digest, proven.tokenizer_digest, proven.chat_template_digest, catalog
+        proven.digest,
+        proven.tokenizer_digest,
+        proven.chat_template_digest,
+        catalog,
+        str(known["name"]),
     )
     client.catalog_submit(proven.digest, catalog.to_bytes())
     _statement_check(client, trust, base)
@@ -167,8 +92,7 @@ def _statement_check(client: RegistryClient, trust: Trust, base: BaseIdentity) -
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a node until it is told to stop; the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_configure()
     started_at = now()
     try:
         options = options_parse(sys.argv[1:] if arguments is None else arguments)
@@ -193,7 +117,16 @@ def _run(options: Options, started_at: datetime) -> int:
         if type(loaded.model).__name__ != base.catalog.model_class:
             raise RefusedError(f"base: expected {base.catalog.model_class}, got another class")
         _LOG.info("base %s on %s: proven and loaded", base.digest, device)
-        node = Node(client, trust, store, base, loaded, name=options.name, started_at=started_at)
+        node = Node(
+            client,
+            trust,
+            store,
+            base,
+            loaded,
+            gate=Gate(trust, base, node=options.name, started_at=started_at, now=now),
+            load_limits=options.limits,
+            traces=options.traces,
+        )
         try:
             node.start(options)
             return _serve(node, options)
@@ -202,26 +135,18 @@ def _run(options: Options, started_at: datetime) -> int:
 
 
 def _serve(node: Node, options: Options) -> int:
-    config: dict[str, Any] = {
-        "host": options.host,
-        "port": options.port,
-        "log_level": "warning",
-        "access_log": False,
-        "server_header": False,
-        "timeout_graceful_shutdown": _DRAIN_SECONDS,
-    }
-    server = uvicorn.Server(uvicorn.Config(app_build(node.completions), **config))
-    # uvicorn raises the signal again once it has stopped; what is left to do comes after that.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ignore)
+    app = app_build(node.completions, node.residency)
+    listener = Listener(
+        app,
+        node.completions,
+        host=options.host,
+        port=options.port,
+        drain_seconds=options.drain_seconds,
+    )
     _LOG.info("node %s listens on %s:%d", node.name, options.host, options.port)
-    server.run()
+    listened = listener.serve_until_told()
     _LOG.info("node %s stopped", node.name)
-    return 0 if server.started else 1
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    return None
+    return 0 if listened else 1
 
 
 def _read(path: Path) -> bytes:

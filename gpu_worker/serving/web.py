@@ -1,42 +1,60 @@
-"""HTTP: completions, health, readiness, residency."""
+"""HTTP: completions and chats, health, readiness, metrics, residency."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+import logging
+import math
+import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
-from gpu_worker.serving.completions import BODY_BYTES, Completions, Started
-from gpu_worker.serving.pieces import Pieces
-from gpu_worker.serving.sequence import EngineError
+from gpu_worker.serving.answering import Answering
+from gpu_worker.serving.completions import Completions
+from gpu_worker.serving.gate import DeniedError
+from gpu_worker.serving.metrics import MEDIA_TYPE
+from gpu_worker.serving.openai_answers import error_document
+from gpu_worker.serving.openai_bodies import Body, BodyError, chat_parse, completion_parse
+from gpu_worker.serving.tracing import caller_context
+from registry_service.domain import limits
 from registry_service.domain.errors import (
     MalformedError,
     NotFoundError,
     RegistryError,
     TooLargeError,
-    UnavailableError,
 )
+from registry_service.domain.text import shown
 
+_LOG = logging.getLogger(__name__)
 _HEADER: Final = "routing-context"
-_WATCH_SECONDS: Final = 0.1
+# Elsewhere such headers choose an adapter; here nothing but the context does.
+_CHOOSING: Final = ("adapter", "lora")
+# A denial leaves a multiple of this after its request came, whatever was looked up for it.
+_DENIAL_SECONDS: Final = 0.1
 _THREADS: Final = 256
 
+Residency = Callable[[], list[dict[str, Any]]]
 
-def app_build(completions: Completions) -> FastAPI:
-    """The node's HTTP application."""
+
+class MethodError(MalformedError):
+    """A path that is known, with a method that it does not have."""
+
+    http_status = 405
+
+
+def app_build(completions: Completions, residency: Residency) -> FastAPI:
+    """The node's HTTP application; ``residency`` reports what operators see."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    threads = anyio.CapacityLimiter(_THREADS)
-
-    @app.exception_handler(RegistryError)
-    async def refused(_: Request, error: RegistryError) -> Response:
-        return problem(error)
+    app.add_exception_handler(RegistryError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_error)
+    asks = _Asks(completions)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -44,159 +62,111 @@ def app_build(completions: Completions) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        ready = completions.ready
-        status = {"status": "ready" if ready else "unready"}
-        return JSONResponse(status, status_code=200 if ready else 503)
+        reason = completions.unready_reason
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "unready", "reason": reason}, status_code=503)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(completions.recorder.metrics.text(), media_type=MEDIA_TYPE)
 
     @app.get("/v1/residency")
-    def residency(request: Request) -> dict[str, Any]:
+    def residency_list(request: Request) -> dict[str, Any]:
         if not _on_loopback(request):
             raise NotFoundError("not found")
-        return {"items": _residency(completions)}
+        return {"items": residency()}
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        if request.url.query:
-            raise MalformedError("expected no query parameters")
-        content = await _body(request)
-        tokens = request.headers.getlist(_HEADER)
-        token = tokens[0] if len(tokens) == 1 else None
-        started = await anyio.to_thread.run_sync(completions.start, token, content, limiter=threads)
-        return await _answer(request, completions, started, threads)
+        return await asks.answer(request, "completions", completion_parse)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await asks.answer(request, "chat", chat_parse)
 
     return app
 
 
-def problem(error: RegistryError) -> Response:
-    """An error as RFC 9457 problem+json; equal errors give equal bytes."""
-    body = {
-        "type": "about:blank",
-        "title": error.code.replace("_", " ").capitalize(),
-        "status": error.http_status,
-        "code": error.code,
-        "detail": error.message,
-    }
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return JSONResponse(
-        body, error.http_status, headers=headers, media_type="application/problem+json"
-    )
+class _Asks:
+    """Answers requests, each under an id of its own."""
 
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+        self._recorder = completions.recorder
+        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._answering = Answering(
+            completions.text, completions.base.name, self._recorder, self._threads
+        )
 
-async def _answer(
-    request: Request, completions: Completions, started: Started, threads: anyio.CapacityLimiter
-) -> Response:
-    if started.body.stream:
-        pieces = iter(Pieces(completions.text, started.generation))
-        # The first piece comes before the status, so that a refusal still has its own.
-        first = await _next(pieces, started, threads)
-        events = _events(completions, started, pieces, first, threads)
-        return StreamingResponse(events, media_type="text/event-stream")
-    outcome: list[int] | RegistryError = []
-    async with anyio.create_task_group() as group:
-        group.start_soon(_watch, request, started)
+    async def answer(
+        self, request: Request, route: str, parse: Callable[[bytes], Body]
+    ) -> Response:
+        """The answer, or the error in OpenAI's form; counted either way."""
+        request_id, came = uuid.uuid4().hex, anyio.current_time()
         try:
-            outcome = await anyio.to_thread.run_sync(
-                _all_tokens, started, abandon_on_cancel=True, limiter=threads
-            )
+            response = await self._respond(request, parse, request_id)
         except RegistryError as error:
-            outcome = error
-        finally:
-            started.generation.cancel()
-            group.cancel_scope.cancel()
-    if isinstance(outcome, RegistryError):
-        raise outcome
-    text = completions.text.decode(outcome)
-    return JSONResponse({"text": text, **_facts(completions, started, len(outcome))})
+            if isinstance(error, DeniedError):
+                steps = math.ceil((anyio.current_time() - came) / _DENIAL_SECONDS)
+                await anyio.sleep_until(came + steps * _DENIAL_SECONDS)
+            self._recorder.refused(request_id, route, error)
+            response = error_response(error)
+        except Exception:  # noqa: BLE001 - a bug of ours: logged, and nothing is told
+            _LOG.exception("a request failed", extra={"requestId": request_id, "route": route})
+            response = error_response(RegistryError("the node failed; see its log"))
+        self._recorder.metrics.answered(route, response.status_code)
+        response.headers["X-Request-Id"] = request_id
+        return response
+
+    async def _respond(
+        self, request: Request, parse: Callable[[bytes], Body], request_id: str
+    ) -> Response:
+        _address_check(request)
+        content = await _body(request)
+        tokens = request.headers.getlist(_HEADER)
+        start = partial(
+            self._completions.start,
+            tokens[0] if len(tokens) == 1 else None,
+            content,
+            parse,
+            request_id=request_id,
+        )
+        running = await anyio.to_thread.run_sync(start, limiter=self._threads)
+        return await self._answering.respond(request, running, caller_context(request.headers))
 
 
-async def _events(
-    completions: Completions,
-    started: Started,
-    pieces: Iterator[str],
-    first: str | None,
-    threads: anyio.CapacityLimiter,
-) -> AsyncIterator[str]:
-    """Server-sent events: pieces of text, then the facts, or an error at any place."""
-    try:
-        piece = first
-        while piece is not None:
-            yield _event({"text": piece})
-            piece = await _next(pieces, started, threads)
-        yield _event(_facts(completions, started, started.generation.produced))
-    except RegistryError as error:
-        yield _event({"error": {"code": error.code, "detail": error.message}})
-    finally:
-        # Also when the client is gone: the engine lets go within one step.
-        started.generation.cancel()
-    yield "data: [DONE]\n\n"
+def error_response(error: RegistryError) -> Response:
+    """An error in OpenAI's form; equal errors give equal bytes."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(error_document(error), error.http_status, headers=headers)
 
 
-async def _next(
-    pieces: Iterator[str], started: Started, threads: anyio.CapacityLimiter
-) -> str | None:
-    def take() -> str | None:
-        with _engine_errors():
-            return next(pieces, None)
-
-    try:
-        return await anyio.to_thread.run_sync(take, abandon_on_cancel=True, limiter=threads)
-    except BaseException:
-        started.generation.cancel()
-        raise
+async def _answer_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, RegistryError):
+        return error_response(error)
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == MethodError.http_status:
+        return error_response(MethodError("expected another method"))
+    return error_response(NotFoundError("not found"))
 
 
-async def _watch(request: Request, started: Started) -> None:
-    while not started.generation.ended:
-        if await request.is_disconnected():
-            started.generation.cancel()
-            return
-        await anyio.sleep(_WATCH_SECONDS)
-
-
-def _all_tokens(started: Started) -> list[int]:
-    with _engine_errors():
-        return list(started.generation.tokens())
-
-
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    try:
-        yield
-    except EngineError as error:
-        raise UnavailableError("the generation failed on this node", retry_after=1) from error
+def _address_check(request: Request) -> None:
+    """Refuse whatever could seem to choose an adapter beside the context."""
+    if request.url.query:
+        raise BodyError("expected no query parameters")
+    for name in request.headers:
+        if any(word in name for word in _CHOOSING):
+            raise BodyError(f"expected no header {shown(name)}: the routing context says what runs")
 
 
 async def _body(request: Request) -> bytes:
-    content = b""
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > BODY_BYTES:
-            raise TooLargeError(f"body: expected at most {BODY_BYTES} bytes")
-    return content
-
-
-def _facts(completions: Completions, started: Started, produced: int) -> dict[str, Any]:
-    return {
-        "adapterDigest": started.context.adapter_digest,
-        "baseModelDigest": completions.base.digest,
-        "tenant": started.context.tenant,
-        "promptTokens": started.prompt_tokens,
-        "completionTokens": produced,
-        "finishReason": started.generation.finish_reason,
-    }
-
-
-def _residency(completions: Completions) -> list[dict[str, Any]]:
-    return [
-        {
-            "adapterDigest": item.key.digest,
-            "tenantId": str(item.key.tenant_id),
-            "state": item.state,
-            "references": item.references,
-            "residentBytes": item.size,
-        }
-        for item in completions.residents.residents()
-    ]
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > limits.ASKED_BYTES:
+            raise TooLargeError(f"body: expected at most {limits.ASKED_BYTES} bytes")
+    return bytes(content)
 
 
 def _on_loopback(request: Request) -> bool:
@@ -204,7 +174,3 @@ def _on_loopback(request: Request) -> bool:
         return ipaddress.ip_address(request.client.host if request.client else "").is_loopback
     except ValueError:
         return False
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"

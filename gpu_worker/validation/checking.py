@@ -19,11 +19,18 @@ from gpu_worker.validation.checks.c12_effect import effect_check
 from gpu_worker.validation.checks.c13_mixed_batch import mixed_batch_check
 from gpu_worker.validation.checks.c14_resident import resident_check
 from gpu_worker.validation.checks.c15_load_time import load_time_check
-from gpu_worker.validation.checks.candidate import Candidate, CheckFaultError, FileFact
+from gpu_worker.validation.checks.candidate import (
+    WEIGHT_PATH,
+    Candidate,
+    CheckFaultError,
+    FileFact,
+)
 from gpu_worker.validation.checks.inputs import inputs_make, logits_of
 from gpu_worker.validation.loading import LoadedBase
 from registry_service.domain import limits
 from registry_service.domain.findings import WORKER_CHECKS, Finding, Severity, refused
+from registry_service.domain.safetensors_header import HEADER_PREFIX_BYTES, header_parse
+from registry_service.domain.tensor_content import content_digest
 
 _SIGNIFICANT_DIGITS: Final = 9
 
@@ -73,6 +80,7 @@ def _run(base: LoadedBase, candidate: Candidate, measurements: dict[str, Any]) -
     measurements["checksRun"].append(10)
     if refused(findings):
         return findings
+    measurements["contentDigest"] = _content(candidate)
     inputs = inputs_make(candidate, base.model)
     before = logits_of(base.model, inputs)
     found, loaded = load_check(candidate, base.model, base.parameters_digest, base.device)
@@ -93,6 +101,13 @@ def _run(base: LoadedBase, candidate: Candidate, measurements: dict[str, Any]) -
     findings += load_time_check(loaded.seconds, base.device)
     measurements["checksRun"] = list(WORKER_CHECKS)
     return findings
+
+
+def _content(candidate: Candidate) -> str:
+    header, _ = header_parse(candidate.weights[:HEADER_PREFIX_BYTES], len(candidate.weights))
+    if header is None:
+        raise CheckFaultError(f"{WEIGHT_PATH}: admitted by the scan, and its header is not read")
+    return content_digest(header, candidate.weights)
 
 
 def _bounded(findings: list[Finding]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from registry_service.domain import limits
 
 Text = Annotated[str, Field(max_length=limits.REASON_CHARS)]
 Name = Annotated[str, Field(max_length=200)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Body(BaseModel):
@@ -125,6 +126,25 @@ class ResidentBody(Body):
 class HeartbeatBody(Body):
     feed_index: Annotated[int, Field(ge=0, lt=2**63)]
     residents: Annotated[list[ResidentBody], Field(max_length=10_000)]
+
+
+class UsedBody(Body):
+    tenant_id: Annotated[UUID, Field(strict=False)]
+    adapter_digest: Annotated[str, Field(pattern=r"^(base|sha256:[0-9a-f]{64})$")]
+    requests: Number
+    prompt_tokens: Number
+    completion_tokens: Number
+    reused_tokens: Number
+
+
+class UsageBody(Body):
+    run: Annotated[UUID, Field(strict=False)]
+    items: Annotated[list[UsedBody], Field(max_length=limits.USAGE_ITEMS)]
+
+
+class PlacementBody(Body):
+    tenant: Name
+    adapter_digest: Name
 
 
 class AcknowledgementBody(Body):

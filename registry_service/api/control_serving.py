@@ -18,7 +18,18 @@ from registry_service.domain import limits, wire
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, RegistryError
 from registry_service.domain.roles import PLATFORM, Principal, Role
-from registry_service.usecases import aliases, jobs, nodes, resolve, revocations, routing
+from registry_service.trust.dsse import MEDIA_TYPE
+from registry_service.usecases import (
+    aliases,
+    jobs,
+    nodes,
+    placements,
+    resolve,
+    revocations,
+    routing,
+    usage,
+)
+from registry_service.usecases import revocation_list as revocation_lists
 from registry_service.usecases.context import database_check
 
 router = APIRouter(prefix="/v1", responses=PROBLEMS)
@@ -249,6 +260,44 @@ def node_heartbeat(
     )
 
 
+@router.post("/nodes/{node}/placements", **answers(wire.Placement))
+def placement_take(
+    node: str, body: bodies.PlacementBody, parts: Parts, principal: Principal = _NODE
+) -> dict[str, Any]:
+    """Let a node hold an adapter, unless as many others as it declares do already."""
+    digest = digest_parse(body.adapter_digest, "adapterDigest")
+    return placements.placement_take(parts, principal, node, body.tenant, digest)
+
+
+@router.delete("/nodes/{node}/placements/{tenant}/{digest}", status_code=204)
+def placement_release(
+    node: str, tenant: str, digest: str, parts: Parts, principal: Principal = _NODE
+) -> None:
+    """A node does not hold an adapter any more."""
+    placements.placement_release(parts, principal, node, tenant, digest_parse(digest))
+
+
+@router.post("/nodes/{node}/usage", status_code=204)
+def usage_report(
+    node: str, body: bodies.UsageBody, parts: Parts, principal: Principal = _NODE
+) -> None:
+    """The totals of a node's run: what tenants used there since it started."""
+    items = [item.model_dump(by_alias=True, mode="json") for item in body.items]
+    usage.usage_report(parts, principal, node, run=body.run, items=items)
+
+
+@router.get("/tenants/{tenant}/usage", **answers(wire.Page[wire.Usage]))
+def usage_list(
+    tenant: str,
+    parts: Parts,
+    principal: Principal = _READERS,
+    cursor: str | None = None,
+    limit: int = _LIMIT,
+) -> dict[str, Any]:
+    """What a tenant used on all nodes, by adapter and base."""
+    return usage.usage_list(parts, principal, tenant, cursor=cursor, limit=limit)
+
+
 @router.post("/nodes/{node}/acknowledgements", status_code=204)
 def node_acknowledge(
     node: str, body: bodies.AcknowledgementBody, parts: Parts, principal: Principal = _NODE
@@ -302,9 +351,24 @@ async def feed(
     until = time.monotonic() + wait
     while True:
         page = await anyio.to_thread.run_sync(lambda: nodes.feed_page(parts, after=after))
-        if page["items"] or time.monotonic() >= until:
+        if page["items"] or page["next"] < after or time.monotonic() >= until:
             return page
         await anyio.sleep(_FEED_POLL_SECONDS)
+
+
+@router.get("/revocation-list")
+def revocation_list(
+    request: Request,
+    parts: Parts,
+    principal: Principal = allow(Role.NODE, Role.OPERATOR, Role.AUDITOR, Role.ADMIN),
+) -> Response:
+    """The signed revocation list as it stands (DSSE); its number is its ETag."""
+    principal.tenant_check(PLATFORM)
+    given = revocation_lists.revocation_list_give(parts, principal)
+    headers = {"ETag": f'"{given.number}"', "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(given.envelope, media_type=MEDIA_TYPE, headers=headers)
 
 
 @router.get("/audit", **answers(wire.Page[wire.FeedEvent]))

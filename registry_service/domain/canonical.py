@@ -11,8 +11,6 @@ import re
 from collections import Counter
 from typing import Any, Final
 
-import rfc8785
-
 from registry_service.domain import limits
 from registry_service.domain.errors import MalformedError
 from registry_service.domain.text import shown
@@ -28,6 +26,9 @@ def canonical_json(value: Any) -> bytes:
     Raises:
         MalformedError: a value that JSON cannot hold exactly (NaN, integers past 2^53).
     """
+    # Here and not above: who only reads, as the checks on a worker do, gets by without it.
+    import rfc8785
+
     try:
         return rfc8785.dumps(value)
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:

@@ -109,6 +109,13 @@ class UnavailableError(RegistryError):
         super().__init__(message, retry_after=retry_after)
 
 
+class TooManyRequestsError(UnavailableError):
+    """As much as one caller may have at once; others are still served."""
+
+    code = "TOO_MANY_REQUESTS"
+    http_status = 429
+
+
 class IllegalMoveError(ConflictError):
     """An event that the artifact's state does not allow."""
 

@@ -6,7 +6,7 @@ answers against these models. Request bodies are in ``registry_service.api.bodie
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 from uuid import UUID
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -27,9 +27,6 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 # To the second: statements are compared byte for byte.
 SecondText = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-
-_VERDICT: Final = "urn:adapter-registry:verdict/v1#"
-_BASE: Final = "urn:adapter-registry:base/v1#"
 
 
 class Wire(BaseModel):
@@ -141,7 +138,7 @@ class FeedEvent(Wire):
 
 
 class Feed(Wire):
-    """Events after an index, and where to go on."""
+    """Events after an index, and where to go on: before it, when the log does not reach so far."""
 
     items: tuple[FeedEvent, ...]
     next: Count
@@ -205,11 +202,13 @@ class Resolution(Wire):
 
 
 class RevocationNode(Wire):
-    """One node's part of a revocation."""
+    """One node's part of a revocation; LOST is one that cannot be serving any more."""
 
     node: Name
+    state: Literal["OUTSTANDING", "ACKNOWLEDGED", "LOST"]
     acknowledged_at: AwareDatetime | None
     freed_bytes: Count | None
+    purged_blocks: Count | None
 
 
 class Revocation(Wire):
@@ -222,6 +221,26 @@ class Revocation(Wire):
     at: AwareDatetime
     deadline_seconds: Count | None
     nodes: tuple[RevocationNode, ...]
+
+
+class RevokedEntry(Wire):
+    """One revocation in the list; ``tenantId`` null: weights and content of every tenant."""
+
+    adapter_digest: DigestText
+    weights_digest: DigestText | None
+    content_digest: DigestText | None
+    tenant_id: UUID | None
+    cancel_at: SecondText | None
+
+
+class RevocationList(Wire):
+    """The payload of the signed revocation list."""
+
+    issuer: Name
+    number: Positive
+    issued_at: SecondText
+    expires_at: SecondText
+    entries: tuple[RevokedEntry, ...]
 
 
 class Review(Wire):
@@ -286,11 +305,40 @@ class NodeRevocation(Wire):
     deadline_seconds: Count | None
 
 
+class Placement(Wire):
+    """A node's lease to hold an adapter."""
+
+    node: Name
+    tenant_id: UUID
+    adapter_digest: DigestText
+    expires_at: AwareDatetime
+    lease_seconds: Positive
+
+
+class LostPlacement(Wire):
+    """What a node has to unload: other nodes hold it now."""
+
+    tenant_id: UUID
+    adapter_digest: DigestText
+
+
 class Renewal(Wire):
     """The answer to a node's heartbeat."""
 
     lease_seconds: Positive
     revocations: tuple[NodeRevocation, ...]
+    lost_placements: tuple[LostPlacement, ...]
+
+
+class Usage(Wire):
+    """What a tenant used of one adapter, or of the base alone, over all nodes."""
+
+    adapter_digest: DigestText | Literal["base"]
+    base_model_digest: DigestText
+    requests: Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    reused_tokens: Count
 
 
 class BaseFile(Wire):
@@ -382,90 +430,3 @@ class Grant(Wire):
     subject: Name
     epoch: Positive
     active: bool
-
-
-class DigestSet(Wire):
-    """An in-toto digest set with SHA-256 alone."""
-
-    sha256: HexText
-
-
-class Subject(Wire):
-    """A file, or ``manifest``, which is the artifact itself and comes first."""
-
-    name: str
-    digest: DigestSet
-
-
-class Verifier(Wire):
-    """Who verified."""
-
-    id: str
-
-
-class PolicyReference(Wire):
-    """Which rules were applied."""
-
-    uri: str
-    digest: DigestSet
-
-
-class Attestation(Wire):
-    """A report that the verdict rests on."""
-
-    uri: str
-    digest: DigestSet
-
-
-class Summary(Wire):
-    """What verdicts and base statements have in common (SLSA verification summary v1)."""
-
-    verifier: Verifier
-    time_verified: SecondText
-    resource_uri: Annotated[str, Field(pattern=r"^urn:sha256:[0-9a-f]{64}$")]
-    policy: PolicyReference
-    input_attestations: tuple[Attestation, ...]
-    verification_result: Literal["PASSED"]
-    verified_levels: tuple[Literal["ADAPTER_REGISTRY_ADMITTED"]]
-
-
-class VerdictSummary(Summary):
-    """An adapter's summary; the extensions are named by URI."""
-
-    tenant_id: Annotated[UUID, Field(alias=_VERDICT + "tenantId")]
-    tenant: Annotated[Name, Field(alias=_VERDICT + "tenant")]
-    adapter: Annotated[Name, Field(alias=_VERDICT + "adapter")]
-    base_model_digest: Annotated[DigestText, Field(alias=_VERDICT + "baseModelDigest")]
-    catalog_digest: Annotated[DigestText, Field(alias=_VERDICT + "catalogDigest")]
-    not_after: Annotated[SecondText, Field(alias=_VERDICT + "notAfter")]
-
-
-class BaseSummary(Summary):
-    """A base's summary."""
-
-    name: Annotated[Name, Field(alias=_BASE + "name")]
-    catalog_digest: Annotated[DigestText, Field(alias=_BASE + "catalogDigest")]
-    earlier_catalog_digests: Annotated[
-        tuple[DigestText, ...], Field(alias=_BASE + "earlierCatalogDigests")
-    ]
-    not_after: Annotated[SecondText, Field(alias=_BASE + "notAfter")]
-
-
-class Statement(Wire):
-    """An in-toto Statement v1."""
-
-    type_: Annotated[Literal["https://in-toto.io/Statement/v1"], Field(alias="_type")]
-    subject: Annotated[tuple[Subject, ...], Field(min_length=1)]
-    predicate_type: Literal["https://slsa.dev/verification_summary/v1"]
-
-
-class VerdictStatement(Statement):
-    """The signed statement that an artifact was admitted on one base."""
-
-    predicate: VerdictSummary
-
-
-class BaseStatement(Statement):
-    """The signed statement that a base was admitted with its catalog."""
-
-    predicate: BaseSummary

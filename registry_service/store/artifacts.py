@@ -37,11 +37,13 @@ class ArtifactRow:
     revision: int
     submitted_at: datetime
     admitted: bool
+    content_digest: Digest | None
 
 
 _COLUMNS = (
     "a.tenant_id, t.name AS tenant, a.digest, a.adapter, a.base_digest, a.manifest, "
     "a.declaration, a.publisher, a.bytes, a.state, a.revision, a.submitted_at, "
+    "a.content_digest, "
     "artifact_admitted(a.tenant_id, a.digest, a.base_digest, a.state) AS admitted"
 )
 _FROM = " FROM artifact a JOIN tenant t ON t.id = a.tenant_id "
@@ -63,7 +65,8 @@ _MOVE = text(
     ":previous, :from_state, :event, :to_state, :actor, :reason, :event_id, :at)"
 )
 _STATE = text(
-    "UPDATE artifact SET state = :state, revision = :revision "
+    "UPDATE artifact SET state = :state, revision = :revision, "
+    "content_digest = coalesce(:content_digest, content_digest) "
     "WHERE tenant_id = :tenant_id AND digest = :digest"
 )
 
@@ -160,10 +163,11 @@ def artifact_advance(
     reason: str,
     at: datetime,
     details: Mapping[str, Any] | None = None,
+    content_digest: Digest | None = None,
 ) -> tuple[State, UUID]:
     """Move a locked artifact and write the event of it; the new state and the event's id.
 
-    ``details`` are added to the event's body.
+    ``details`` are added to the event's body; ``content_digest`` is kept where one is given.
 
     Raises:
         IllegalMoveError: the lifecycle has no such move.
@@ -190,6 +194,7 @@ def artifact_advance(
             "digest": artifact.digest,
             "state": to_state,
             "revision": revision,
+            "content_digest": content_digest,
         },
     )
     return to_state, event_id
@@ -309,4 +314,5 @@ def _artifact(row: Any) -> ArtifactRow:
         revision=row.revision,
         submitted_at=row.submitted_at,
         admitted=row.admitted,
+        content_digest=row.content_digest,
     )

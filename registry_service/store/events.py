@@ -75,6 +75,12 @@ def events_number(session: Session, batch: int = 1000) -> int:
     return rows_changed(session, _NUMBER, {"batch": batch})
 
 
+def event_last(session: Session) -> int:
+    """The last position that was given; 0 when there is none."""
+    last: int = session.execute(text("SELECT coalesce(max(position), 0) FROM event")).scalar_one()
+    return last
+
+
 def event_page(
     session: Session, *, after: int, limit: int, tenant_id: UUID | None = None, subject: str = ""
 ) -> list[dict[str, Any]]:

@@ -31,14 +31,21 @@ class NodeRow:
     registered_at: datetime
     last_seen_at: datetime
     lease_until: datetime
+    fresh_until: datetime
 
 
 _UPSERT = text(
     "INSERT INTO node (name, subject, url, base_digest, catalog_digest, registered_at, "
-    "last_seen_at, lease_until) VALUES (:name, :subject, :url, :base, :catalog, :at, :at, "
-    ":at + make_interval(secs => :lease)) ON CONFLICT (name) DO UPDATE SET url = :url, "
-    "base_digest = :base, catalog_digest = :catalog, registered_at = :at, last_seen_at = :at, "
-    "lease_until = EXCLUDED.lease_until"
+    "last_seen_at, lease_until, fresh_until) VALUES (:name, :subject, :url, :base, :catalog, :at, "
+    ":at, :at + make_interval(secs => :lease), :fresh_until) ON CONFLICT (name) DO UPDATE SET "
+    "url = :url, base_digest = :base, catalog_digest = :catalog, registered_at = :at, "
+    "last_seen_at = :at, lease_until = EXCLUDED.lease_until, "
+    "fresh_until = greatest(node.fresh_until, EXCLUDED.fresh_until)"
+)
+# A node is heard while its lease runs, and may serve unheard until its revocation list expires. Its
+# clock may be behind by as much as a list may come from its future.
+_SERVING_UNTIL = (
+    f"greatest(n.lease_until, n.fresh_until + make_interval(secs => {limits.CLOCK_SKEW_SECONDS}))"
 )
 
 
@@ -50,15 +57,17 @@ def node_upsert(
     url: str,
     base_digest: str,
     catalog_digest: str,
+    fresh_until: datetime,
     at: datetime,
 ) -> None:
-    """Register a node, or register it anew."""
+    """Register a node, or register it anew; it may serve by a list until ``fresh_until``."""
     values = {
         "name": name,
         "subject": subject,
         "url": url,
         "base": base_digest,
         "catalog": catalog_digest,
+        "fresh_until": fresh_until,
         "at": at,
         "lease": limits.NODE_LEASE_SECONDS,
     }
@@ -107,40 +116,28 @@ def node_page(session: Session, *, after: str, limit: int) -> list[NodeRow]:
     return [NodeRow(**row._mapping) for row in rows]
 
 
-def revocation_insert(
-    session: Session,
-    artifact: ArtifactRow,
-    *,
-    reason: str,
-    actor: str,
-    deadline_seconds: int | None,
-    at: datetime,
-) -> None:
-    """Record a revocation and, as outstanding, every live node of the artifact's base."""
-    values = {
-        "tenant_id": artifact.tenant_id,
-        "digest": artifact.digest,
-        "base": artifact.base_digest,
-        "reason": reason,
-        "actor": actor,
-        "deadline": deadline_seconds,
-        "at": at,
-    }
+def node_fresh(session: Session, name: str, until: datetime) -> None:
+    """Remember until when a node may serve by the list that it was given, if it is registered."""
     session.execute(
-        text(
-            "INSERT INTO revocation (tenant_id, artifact_digest, base_digest, reason, actor, "
-            "deadline_seconds, at) VALUES (:tenant_id, :digest, :base, :reason, :actor, "
-            ":deadline, :at)"
-        ),
-        values,
+        text("UPDATE node SET fresh_until = :until WHERE name = :name AND fresh_until < :until"),
+        {"until": until, "name": name},
     )
+
+
+def revocation_nodes_insert(session: Session, artifact: ArtifactRow, *, at: datetime) -> None:
+    """Record as outstanding every node of the artifact's base that may be serving."""
     session.execute(
         text(
             "INSERT INTO revocation_node (tenant_id, artifact_digest, node) "
-            "SELECT :tenant_id, :digest, name FROM node WHERE base_digest = :base "
-            "AND lease_until > :at"
+            "SELECT :tenant_id, :digest, n.name FROM node n WHERE n.base_digest = :base "
+            f"AND {_SERVING_UNTIL} > :at"
         ),
-        values,
+        {
+            "tenant_id": artifact.tenant_id,
+            "digest": artifact.digest,
+            "base": artifact.base_digest,
+            "at": at,
+        },
     )
 
 
@@ -160,8 +157,11 @@ def revocation_show(session: Session, tenant_id: UUID, digest: str) -> dict[str,
         return None
     nodes = session.execute(
         text(
-            "SELECT node, acknowledged_at, freed_bytes FROM revocation_node "
-            "WHERE tenant_id = :tenant_id AND artifact_digest = :digest ORDER BY node"
+            "SELECT o.node, o.acknowledged_at, o.freed_bytes, o.purged_blocks, CASE "
+            "WHEN o.acknowledged_at IS NOT NULL THEN 'ACKNOWLEDGED' "
+            f"WHEN {_SERVING_UNTIL} > now() THEN 'OUTSTANDING' ELSE 'LOST' END AS state "
+            "FROM revocation_node o JOIN node n ON n.name = o.node "
+            "WHERE o.tenant_id = :tenant_id AND o.artifact_digest = :digest ORDER BY o.node"
         ),
         values,
     )
@@ -173,7 +173,13 @@ def revocation_show(session: Session, tenant_id: UUID, digest: str) -> dict[str,
         "at": row.at,
         "deadlineSeconds": row.deadline_seconds,
         "nodes": [
-            {"node": n.node, "acknowledgedAt": n.acknowledged_at, "freedBytes": n.freed_bytes}
+            {
+                "node": n.node,
+                "state": n.state,
+                "acknowledgedAt": n.acknowledged_at,
+                "freedBytes": n.freed_bytes,
+                "purgedBlocks": n.purged_blocks,
+            }
             for n in nodes
         ],
     }
@@ -212,12 +218,12 @@ def revocation_acknowledge(
 _OUTSTANDING = (
     "SELECT 1 FROM revocation_node o JOIN node n ON n.name = o.node "
     "WHERE o.tenant_id = r.tenant_id AND o.artifact_digest = r.artifact_digest "
-    "AND o.acknowledged_at IS NULL AND n.lease_until > now()"
+    f"AND o.acknowledged_at IS NULL AND {_SERVING_UNTIL} > now()"
 )
 
 
 def revocation_outstanding(session: Session, tenant_id: UUID, digest: str) -> bool:
-    """True while a node with a running lease has not acknowledged."""
+    """True while a node that may be serving has not acknowledged."""
     return bool(
         session.execute(
             text(
@@ -230,7 +236,7 @@ def revocation_outstanding(session: Session, tenant_id: UUID, digest: str) -> bo
 
 
 def revocations_drained(session: Session) -> list[Any]:
-    """Revocations (tenant_id, artifact_digest) in REVOKING that no live node holds up."""
+    """Revocations (tenant_id, artifact_digest) in REVOKING that no node holds up."""
     return list(
         session.execute(
             text(
@@ -243,11 +249,16 @@ def revocations_drained(session: Session) -> list[Any]:
 
 
 def revocations_of_node(session: Session, node: NodeRow) -> list[Any]:
-    """What a node still has to acknowledge: (tenant_id, artifact_digest, deadline_seconds)."""
+    """What a node still has to acknowledge: (tenant_id, artifact_digest, deadline_seconds).
+
+    The deadline is what is left of it now.
+    """
     return list(
         session.execute(
             text(
-                "SELECT o.tenant_id, o.artifact_digest, r.deadline_seconds FROM revocation_node o "
+                "SELECT o.tenant_id, o.artifact_digest, CASE WHEN r.deadline_seconds IS NOT NULL "
+                "THEN greatest(0, ceil(r.deadline_seconds - extract(epoch FROM now() - r.at)))"
+                "::integer END AS deadline_seconds FROM revocation_node o "
                 "JOIN revocation r ON r.tenant_id = o.tenant_id "
                 "AND r.artifact_digest = o.artifact_digest "
                 "WHERE o.node = :node AND o.acknowledged_at IS NULL ORDER BY r.at"

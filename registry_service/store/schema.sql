@@ -194,6 +194,8 @@ CREATE TABLE artifact (
     state        text        NOT NULL,
     revision     integer     NOT NULL,
     submitted_at timestamptz NOT NULL,
+    -- Of the tensors, however they are packed; from the validation that it passed.
+    content_digest text,
     PRIMARY KEY (tenant_id, digest),
     UNIQUE (tenant_id, adapter, digest),
     FOREIGN KEY (tenant_id, adapter) REFERENCES adapter (tenant_id, name)
@@ -375,7 +377,34 @@ CREATE TABLE node (
     residents      jsonb       NOT NULL DEFAULT '[]',
     registered_at  timestamptz NOT NULL,
     last_seen_at   timestamptz NOT NULL,
-    lease_until    timestamptz NOT NULL
+    lease_until    timestamptz NOT NULL,
+    -- When the last revocation list that it was given expires: until then it may serve unheard.
+    fresh_until    timestamptz NOT NULL DEFAULT 'epoch'
+);
+
+-- Which nodes may hold an artifact: at most as many live leases as it declares replicas.
+CREATE TABLE placement (
+    tenant_id       uuid        NOT NULL,
+    artifact_digest text        NOT NULL,
+    node            text        NOT NULL REFERENCES node (name),
+    lease_until     timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, artifact_digest, node),
+    FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest)
+);
+
+-- What tenants used: the totals of each run of a node, which only grow.
+CREATE TABLE usage (
+    tenant_id         uuid        NOT NULL REFERENCES tenant (id),
+    adapter_digest    text        NOT NULL CHECK (adapter_digest ~ '^(base|sha256:[0-9a-f]{64})$'),
+    node              text        NOT NULL REFERENCES node (name),
+    run               uuid        NOT NULL,
+    base_digest       text        NOT NULL REFERENCES base (digest),
+    requests          bigint      NOT NULL,
+    prompt_tokens     bigint      NOT NULL,
+    completion_tokens bigint      NOT NULL,
+    reused_tokens     bigint      NOT NULL,
+    reported_at       timestamptz NOT NULL,
+    PRIMARY KEY (tenant_id, adapter_digest, node, run)
 );
 
 CREATE TABLE revocation (
@@ -386,6 +415,10 @@ CREATE TABLE revocation (
     actor            text        NOT NULL,
     deadline_seconds integer,
     at               timestamptz NOT NULL,
+    weights_digest   text,
+    content_digest   text,
+    -- Revoked by the platform: the same bytes are revoked for every tenant.
+    every_tenant     boolean     NOT NULL,
     PRIMARY KEY (tenant_id, artifact_digest),
     FOREIGN KEY (tenant_id, artifact_digest) REFERENCES artifact (tenant_id, digest)
 );
@@ -400,6 +433,28 @@ CREATE TABLE revocation_node (
     PRIMARY KEY (tenant_id, artifact_digest, node),
     FOREIGN KEY (tenant_id, artifact_digest) REFERENCES revocation (tenant_id, artifact_digest)
 );
+
+-- The signed list: number, bytes and times in one row, and so under one lock. Number 0 is none yet.
+CREATE TABLE revocation_list (
+    one        boolean     PRIMARY KEY DEFAULT true CHECK (one),
+    number     bigint      NOT NULL CHECK (number >= 0),
+    envelope   bytea       NOT NULL,
+    issued_at  timestamptz NOT NULL,
+    expires_at timestamptz NOT NULL
+);
+INSERT INTO revocation_list (number, envelope, issued_at, expires_at)
+VALUES (0, '', 'epoch', 'epoch');
+
+CREATE FUNCTION revocation_list_grows() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.number <= OLD.number THEN
+        RAISE EXCEPTION 'revocation list % cannot follow %', NEW.number, OLD.number
+            USING ERRCODE = 'integrity_constraint_violation';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER revocation_list_grows BEFORE UPDATE ON revocation_list
+    FOR EACH ROW EXECUTE FUNCTION revocation_list_grows();
 
 -- What admitted means stands here once: approved, with an unexpired verdict whose event is numbered
 -- (admissions take effect once included), on a base that is usable.
@@ -445,7 +500,7 @@ DECLARE name text;
 BEGIN
     FOREACH name IN ARRAY ARRAY['token', 'base_grant', 'event', 'adapter', 'adapter_grant', 'blob',
         'upload', 'artifact', 'move', 'artifact_blob', 'report', 'review', 'verdict', 'tag',
-        'alias_move', 'job', 'revocation', 'revocation_node']
+        'alias_move', 'job', 'revocation', 'revocation_node', 'placement', 'usage']
     LOOP
         EXECUTE format('ALTER TABLE %I ENABLE ROW LEVEL SECURITY', name);
         EXECUTE format('ALTER TABLE %I FORCE ROW LEVEL SECURITY', name);
@@ -455,12 +510,13 @@ BEGIN
             || 'USING (true)', name);
     END LOOP;
     FOREACH name IN ARRAY ARRAY['event', 'job', 'artifact', 'revocation', 'revocation_node',
-        'upload', 'blob', 'artifact_blob']
+        'upload', 'blob', 'artifact_blob', 'placement']
     LOOP
         EXECUTE format('CREATE POLICY system_all ON %I TO registry_system USING (true)', name);
     END LOOP;
 END $$;
 CREATE POLICY owner_authenticates ON token FOR SELECT TO registry_owner USING (true);
+CREATE POLICY owner_lists ON revocation FOR SELECT TO registry_owner USING (true);
 
 -- The tenant of a token is not known before the token is: one look-up, and no more than that.
 CREATE FUNCTION token_authenticate(token_hash bytea)
@@ -473,6 +529,18 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public AS $$
 $$;
 REVOKE ALL ON FUNCTION token_authenticate(bytea) FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION token_authenticate(bytea) TO registry_app;
+
+-- The list names what every tenant revoked, and is written in the transaction of one of them.
+CREATE FUNCTION revocations_listed()
+RETURNS TABLE (tenant_id uuid, artifact_digest text, weights_digest text, content_digest text,
+               every_tenant boolean, cancel_at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public AS $$
+    SELECT r.tenant_id, r.artifact_digest, r.weights_digest, r.content_digest, r.every_tenant,
+           r.at + make_interval(secs => r.deadline_seconds)
+    FROM public.revocation r ORDER BY r.at, r.tenant_id, r.artifact_digest
+$$;
+REVOKE ALL ON FUNCTION revocations_listed() FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION revocations_listed() TO registry_app;
 
 GRANT USAGE ON SCHEMA public TO registry_app, registry_system, registry_auditor;
 
@@ -490,7 +558,7 @@ REVOKE INSERT ON transition FROM registry_app;
 GRANT SELECT, INSERT, UPDATE ON adapter_grant TO registry_app;
 GRANT SELECT, INSERT, UPDATE (lease_until), DELETE ON blob TO registry_app;
 GRANT SELECT, INSERT, UPDATE (reserved_bytes), DELETE ON upload TO registry_app;
-GRANT SELECT, INSERT, UPDATE (state, revision) ON artifact TO registry_app;
+GRANT SELECT, INSERT, UPDATE (state, revision, content_digest) ON artifact TO registry_app;
 GRANT SELECT, INSERT, UPDATE ON verdict TO registry_app;
 GRANT SELECT, INSERT, UPDATE (artifact_digest, base_digest, generation, actor, updated_at)
     ON tag TO registry_app;
@@ -498,14 +566,21 @@ GRANT SELECT, INSERT, UPDATE (state, lease_until, attempt, fault) ON job TO regi
 GRANT SELECT, INSERT, UPDATE ON node TO registry_app;
 GRANT SELECT, INSERT, UPDATE (acknowledged_at, freed_bytes, purged_blocks) ON revocation_node
     TO registry_app;
+GRANT SELECT, INSERT, UPDATE (lease_until), DELETE ON placement TO registry_app;
+GRANT SELECT, INSERT, UPDATE (requests, prompt_tokens, completion_tokens, reused_tokens,
+    reported_at) ON usage TO registry_app;
+GRANT UPDATE (deadline_seconds) ON revocation TO registry_app;
+GRANT SELECT, UPDATE (number, envelope, issued_at, expires_at) ON revocation_list TO registry_app;
 
 GRANT SELECT, UPDATE (position) ON event TO registry_system;
 GRANT SELECT, UPDATE (state, lease, lease_until, attempt, worker) ON job TO registry_system;
+GRANT SELECT, UPDATE (lease_until) ON placement TO registry_system;
 GRANT SELECT ON tenant, artifact, revocation, revocation_node, node, upload, blob, artifact_blob,
     base, catalog_maker TO registry_system;
 
 GRANT SELECT ON tenant, base, base_file, base_catalog, catalog_maker, base_admission, base_grant,
     event, adapter, adapter_grant, transition, artifact, move, artifact_blob, report, review,
-    verdict, tag, alias_move, job, node, revocation, revocation_node TO registry_auditor;
+    verdict, tag, alias_move, job, node, placement, usage, revocation, revocation_node,
+    revocation_list TO registry_auditor;
 GRANT SELECT (tenant_id, id, subject, role, created_at, created_by, expires_at, revoked_at)
     ON token TO registry_auditor;

@@ -89,6 +89,17 @@ def tenant_get(session: Session, name: str, *, lock: bool = False) -> TenantRow:
     return TenantRow(*row)
 
 
+def tenant_known(session: Session, tenant_id: UUID) -> None:
+    """Expect that there is a tenant with this id.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    found = session.execute(text("SELECT 1 FROM tenant WHERE id = :id"), {"id": tenant_id})
+    if found.one_or_none() is None:
+        raise NotFoundError("not found")
+
+
 def tenant_ids(session: Session) -> list[UUID]:
     """The ids of all tenants."""
     return list(session.execute(text("SELECT id FROM tenant")).scalars())

@@ -38,8 +38,10 @@ def dsse_sign(
 
 
 @denial("not a DSSE envelope with one signature")
-def dsse_verify(envelope: bytes, key: PublicKey, payload_type: str) -> bytes:
-    """The payload of an envelope that ``key`` signed.
+def dsse_verify(
+    envelope: bytes, key: PublicKey, payload_type: str, *, limit: int = _LIMIT
+) -> bytes:
+    """The payload of an envelope of at most ``limit`` bytes that ``key`` signed.
 
     The key is chosen by the verifier's policy, never by the envelope: its key id only has to
     agree. Any error is a denial.
@@ -47,7 +49,7 @@ def dsse_verify(envelope: bytes, key: PublicKey, payload_type: str) -> bytes:
     Raises:
         UntrustedError: with the reason.
     """
-    document = json_parse(envelope, what="envelope", limit=_LIMIT)
+    document = json_parse(envelope, what="envelope", limit=limit)
     kind, payload, signature, signer = _parts(document)
     if kind != payload_type:
         raise UntrustedError(f"expected a payload of type {payload_type}, got another")

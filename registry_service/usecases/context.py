@@ -15,6 +15,7 @@ from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session, sessionmaker
 
+from registry_service.domain import limits
 from registry_service.domain.errors import MalformedError, UnavailableError
 from registry_service.domain.expressions import Matcher
 from registry_service.domain.policy import POLICY, AdmissionPolicy, tenant_active_check
@@ -35,11 +36,13 @@ class Context:
     blobs: BlobStore
     verdict_signer: Signer
     routing_signer: Signer
+    list_signer: Signer
     clock: Clock
     verifier_id: str
     matcher: Matcher
     header_check: LibraryCheck | None = None
     policy: AdmissionPolicy = POLICY
+    revocation_list_seconds: int = limits.REVOCATION_LIST_SECONDS
 
 
 @dataclass(frozen=True)

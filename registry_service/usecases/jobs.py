@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
+from registry_service.domain.digests import Digest, digest_parse
 from registry_service.domain.errors import LeaseLostError, MalformedError
 from registry_service.domain.findings import (
     WORKER_CHECKS,
@@ -89,6 +90,7 @@ def job_report(
     """
     findings = tuple(_finding(item) for item in report["findings"])
     _evidence_check(report, findings)
+    content_digest = _content_digest(report)
     if report["sandbox"] is not True:
         findings += (review(Check.LOAD, Code.NO_SANDBOX, "worker", "a sandboxed process", "none"),)
         report = {**report, "findings": [finding.to_json() for finding in findings]}
@@ -97,7 +99,7 @@ def job_report(
     with job_holding(context, job_id, lease, principal.subject) as held:
         if held.job.kind != "validate":
             raise MalformedError(f"expected a result of a {held.job.kind} job, got a report")
-        job_settle(context, held, findings, report)
+        job_settle(context, held, findings, report, content_digest)
 
 
 def job_catalog(
@@ -177,9 +179,13 @@ def job_holding(context: Context, job_id: UUID, lease: int, worker: str) -> Iter
 
 
 def job_settle(
-    context: Context, held: Holding, findings: tuple[Finding, ...], report: dict[str, Any]
+    context: Context,
+    held: Holding,
+    findings: tuple[Finding, ...],
+    report: dict[str, Any],
+    content_digest: Digest | None = None,
 ) -> None:
-    """Keep a report and move its artifact by it.
+    """Keep a report and move its artifact by it; with the content digest, where it found one.
 
     An artifact that was revoked meanwhile stays where it is: the report is kept all the same.
     """
@@ -201,7 +207,15 @@ def job_settle(
     if held.artifact is None or held.artifact.state is not state:
         return
     event = refused_event if failed else passed
-    artifact_advance(held.session, held.artifact, event, actor=held.job.worker, reason="", at=now)
+    artifact_advance(
+        held.session,
+        held.artifact,
+        event,
+        actor=held.job.worker,
+        reason="",
+        at=now,
+        content_digest=content_digest,
+    )
     if event is Event.SCAN_PASSED:
         store.artifact_job_insert(held.session, held.artifact, "validate", now)
 
@@ -236,6 +250,11 @@ def _evidence_check(report: dict[str, Any], findings: tuple[Finding, ...]) -> No
         raise MalformedError(
             f"report: expected all of checks {', '.join(map(str, WORKER_CHECKS))} to have run"
         )
+
+
+def _content_digest(report: dict[str, Any]) -> Digest | None:
+    found = report["measurements"].get("contentDigest")
+    return None if found is None else digest_parse(found, "report: measurements: contentDigest")
 
 
 def _finding(item: dict[str, Any]) -> Finding:

@@ -10,14 +10,15 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import ForbiddenError, RefusedError
-from registry_service.domain.lifecycle import WITHDRAWN_STATES
+from registry_service.domain.lifecycle import State
 from registry_service.domain.names import node_name
 from registry_service.domain.roles import PLATFORM, Principal
 from registry_service.store import nodes as store
 from registry_service.store.artifacts import artifact_find
 from registry_service.store.bases import base_get
 from registry_service.store.catalogs import catalogs_admitted
-from registry_service.store.events import event_append, event_page
+from registry_service.store.events import event_append, event_last, event_page
+from registry_service.store.revocation_list import list_hold
 from registry_service.store.tenants import tenant_get
 from registry_service.usecases.context import (
     Context,
@@ -26,6 +27,7 @@ from registry_service.usecases.context import (
     tenant_transaction,
 )
 from registry_service.usecases.paging import cursor_decode, limit_check, number_decode, page
+from registry_service.usecases.placements import placements_renew
 
 
 def node_register(
@@ -62,6 +64,8 @@ def node_register(
             url=url,
             base_digest=base_digest,
             catalog_digest=catalog_digest,
+            # It may have been given this one before it was known here.
+            fresh_until=list_hold(session).expires_at,
             at=now,
         )
         event_append(
@@ -98,7 +102,11 @@ def node_heartbeat(
         store.node_renew(session, node, feed_index=feed_index, residents=residents, at=now)
     with reading(context) as session:
         revoked = _revoked(session, row, residents)
-    return {"leaseSeconds": limits.NODE_LEASE_SECONDS, "revocations": revoked}
+    return {
+        "leaseSeconds": limits.NODE_LEASE_SECONDS,
+        "revocations": revoked,
+        "lostPlacements": placements_renew(context, row, residents),
+    }
 
 
 def node_show(context: Context, node: str) -> dict[str, Any]:
@@ -124,10 +132,15 @@ def node_list(context: Context, *, cursor: str | None, limit: int) -> dict[str, 
 
 
 def feed_page(context: Context, *, after: int, limit: int = limits.PAGE_ROWS) -> dict[str, Any]:
-    """Numbered events of all tenants after an index, without gaps."""
+    """Numbered events of all tenants after an index, without gaps.
+
+    ``next`` is below ``after`` when the log does not reach that far: it was restored from a copy,
+    and whoever read further has read what is no more.
+    """
     with reading(context) as session:
         items = event_page(session, after=after, limit=limit)
-    return {"items": items, "next": items[-1]["index"] if items else after}
+        end = items[-1]["index"] if items else min(after, event_last(session))
+    return {"items": items, "next": end}
 
 
 def audit_list(
@@ -163,7 +176,7 @@ def audit_list(
 def _revoked(
     session: Session, node: store.NodeRow, residents: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Outstanding acknowledgements, and residents that a node missed the revocation of."""
+    """Outstanding acknowledgements, and what a node holds although it is not approved."""
     found = {
         (str(row.tenant_id), row.artifact_digest): row.deadline_seconds
         for row in store.revocations_of_node(session, node)
@@ -171,7 +184,7 @@ def _revoked(
     for resident in residents:
         key = (resident["tenantId"], resident["adapterDigest"])
         artifact = artifact_find(session, *key)
-        if artifact is None or artifact.state in WITHDRAWN_STATES:
+        if artifact is None or artifact.state is not State.APPROVED:
             found.setdefault(key, 0)
     return [
         {"tenantId": tenant_id, "adapterDigest": digest, "deadlineSeconds": deadline}

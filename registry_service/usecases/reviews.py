@@ -26,6 +26,7 @@ from registry_service.trust.verdict import VerdictClaims, verdict_statement
 from registry_service.usecases.artifacts import artifact_show
 from registry_service.usecases.context import Context, Scope, policy_of, tenant_scope
 from registry_service.usecases.paging import cursor_decode, limit_check, page
+from registry_service.usecases.revocation_list import listed_check
 
 
 def review_submit(
@@ -42,7 +43,7 @@ def review_submit(
     Raises:
         IllegalMoveError: not in review. ForbiddenError: one's own artifact.
         ConflictError: its base is not usable any more, or the tenant's policy is stricter by now
-            than the one that the scan ran under.
+            than the one that the scan ran under. RefusedError: its bytes are revoked.
     """
     if decision not in ("approve", "reject"):
         raise MalformedError("decision: expected 'approve' or 'reject'")
@@ -109,6 +110,7 @@ def _decide(
             scope.session, artifact, Event.REJECTED, actor=actor, reason=reason, at=now
         )
     elif approvals_reached(context.policy, approvals):
+        listed_check(scope.session, artifact)
         _, event_id = artifact_advance(
             scope.session, artifact, Event.APPROVED, actor=actor, reason=reason, at=now
         )

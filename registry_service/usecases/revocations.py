@@ -1,7 +1,9 @@
-"""Revocation: refused everywhere at commit, REVOKED when no live node holds it any more."""
+"""Revocation: refused everywhere at commit, REVOKED when no node can hold it any more."""
 
 from __future__ import annotations
 
+import math
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -13,10 +15,12 @@ from registry_service.domain.lifecycle import WITHDRAWN_STATES, Event, State
 from registry_service.domain.names import reason_text
 from registry_service.domain.roles import Principal
 from registry_service.store import nodes as store
+from registry_service.store import revocation_list as list_store
 from registry_service.store.artifacts import ArtifactRow, artifact_advance, artifact_get
 from registry_service.store.events import event_append
 from registry_service.store.jobs import job_finish, jobs_open
 from registry_service.usecases.context import Context, tenant_scope, tenant_transaction
+from registry_service.usecases.revocation_list import revocation_list_issue
 
 _DEADLINE_SECONDS = 24 * 3600
 
@@ -32,6 +36,9 @@ def revoke(
 ) -> dict[str, Any]:
     """Revoke an artifact; safe to repeat. The answer names the nodes that are outstanding.
 
+    Without ``deadline_seconds`` requests that run come to their end; 0 cancels them at once.
+    Repeated with a deadline that is sooner, that one counts; it is never put off.
+
     Raises:
         IllegalMoveError: it is REJECTED. MalformedError: a negative or unbounded deadline.
     """
@@ -42,6 +49,8 @@ def revoke(
         artifact = artifact_get(scope.session, scope.tenant.id, digest, lock=True)
         if artifact.state not in WITHDRAWN_STATES:
             _revoke(context, scope.session, artifact, principal, reason, deadline_seconds)
+        elif artifact.state is State.REVOKING and deadline_seconds is not None:
+            _hasten(context, scope.session, artifact, principal, reason, deadline_seconds)
     drained_settle(context, scope.tenant.id, digest)
     return revocation_show(context, principal, tenant, digest)
 
@@ -104,7 +113,7 @@ def revocation_acknowledge(
 
 
 def drained_settle(context: Context, tenant_id: UUID, digest: str) -> bool:
-    """Move a REVOKING artifact to REVOKED when no live node is outstanding; True when it moved."""
+    """Move a REVOKING artifact to REVOKED when no node can hold it; True when it moved."""
     with tenant_transaction(context, tenant_id) as session:
         artifact = artifact_get(session, tenant_id, digest, lock=True)
         if artifact.state is not State.REVOKING or store.revocation_outstanding(
@@ -116,7 +125,7 @@ def drained_settle(context: Context, tenant_id: UUID, digest: str) -> bool:
             artifact,
             Event.DRAINED,
             actor="sweeper",
-            reason="every node acknowledged, or its lease ran out",
+            reason="every node acknowledged, or its revocation list expired",
             at=context.clock.now(),
         )
     return True
@@ -142,11 +151,44 @@ def _revoke(
         at=now,
         details={"deadlineSeconds": deadline_seconds},
     )
-    store.revocation_insert(
+    list_store.revocation_insert(
         session,
         artifact,
         reason=reason,
         actor=principal.subject,
+        every_tenant=principal.is_platform,
         deadline_seconds=deadline_seconds,
         at=now,
     )
+    revocation_list_issue(context, session, now)
+    # After the list: under its lock it is known how long every node may go on unheard.
+    store.revocation_nodes_insert(session, artifact, at=now)
+
+
+def _hasten(
+    context: Context,
+    session: Session,
+    artifact: ArtifactRow,
+    principal: Principal,
+    reason: str,
+    deadline_seconds: int,
+) -> None:
+    now = context.clock.now()
+    if not list_store.revocation_hasten(
+        session, artifact, _since(list_store.revoked_at(session, artifact), now) + deadline_seconds
+    ):
+        return
+    event_append(
+        session,
+        tenant_id=artifact.tenant_id,
+        kind="revocation.hastened",
+        subject=artifact.digest,
+        actor=principal.subject,
+        at=now,
+        body={"deadlineSeconds": deadline_seconds, "reason": reason},
+    )
+    revocation_list_issue(context, session, now)
+
+
+def _since(start: datetime, now: datetime) -> int:
+    return max(0, math.ceil((now - start).total_seconds()))

@@ -21,6 +21,7 @@ from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.manifest import FileEntry, base_manifest_build
 from registry_service.usecases.context import Context
 from registry_service.usecases.maintenance import events_sequence
+from registry_service.usecases.revocation_list import revocation_list_renew
 from registry_service.usecases.scan import scan_next
 from registry_service.usecases.tenants import token_create
 
@@ -76,6 +77,7 @@ class World:
             pass
         while events_sequence(self.context):
             pass
+        revocation_list_renew(self.context)
 
     def folder(
         self,

@@ -18,15 +18,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from gpu_worker.base_files import ProvenBase, base_prove
 from gpu_worker.serving.adapter_load import BaseIdentity
+from gpu_worker.serving.gate import Gate
 from gpu_worker.serving.trust import Trust, trust_parse
 from gpu_worker.validation.catalog_builder import catalog_build
 from registry_service.backends.file_signer import FileSigner
 from registry_service.domain.canonical import canonical_json
 from registry_service.domain.declaration import Declaration
 from registry_service.domain.digests import Digest, digest_of
-from registry_service.domain.errors import NotFoundError, UnavailableError
+from registry_service.domain.errors import ConflictError, NotFoundError, UnavailableError
 from registry_service.domain.manifest import FileEntry, adapter_manifest_build, media_type_of
 from registry_service.trust.dsse import IN_TOTO, dsse_sign
+from registry_service.trust.revocation_list import (
+    PAYLOAD_TYPE,
+    RevocationList,
+    Revoked,
+    revocation_list_payload,
+)
 from registry_service.trust.routing_context import (
     BASE_MARKER,
     RoutingContext,
@@ -96,7 +103,7 @@ def identity(proven: ProvenBase) -> BaseIdentity:
     """A base's identity with its own catalog."""
     catalog = catalog_build(proven.dir, proven.digest)
     return BaseIdentity(
-        proven.digest, proven.tokenizer_digest, proven.chat_template_digest, catalog
+        proven.digest, proven.tokenizer_digest, proven.chat_template_digest, catalog, "tiny"
     )
 
 
@@ -171,7 +178,12 @@ class FakeRegistry:
     registered: list[tuple[str, str]] = field(default_factory=list)
     catalogs: list[bytes] = field(default_factory=list)
     pulls: int = 0
+    used: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     overdue: list[dict[str, Any]] = field(default_factory=list)
+    lost_placements: list[dict[str, Any]] = field(default_factory=list)
+    placements: dict[str, str] = field(default_factory=dict)
+    listed: tuple[Revoked, ...] = ()
+    list_number: int = 0
     verdict_changes: dict[str, Any] = field(default_factory=dict)
     statement_changes: dict[str, Any] = field(default_factory=dict)
 
@@ -179,6 +191,8 @@ class FakeRegistry:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.verdict_signer = FileSigner.create(self.folder / "verdict.pem")
         self.routing_signer = FileSigner.create(self.folder / "routing.pem")
+        self.list_signer = FileSigner.create(self.folder / "revocation-list.pem")
+        self.list_issue()
         self.lock = threading.Lock()
 
     def trust(self) -> Trust:
@@ -189,17 +203,14 @@ class FakeRegistry:
             {
                 "verdict": {"publicKey": self.verdict_signer.public_pem, "verifierId": VERIFIER},
                 "routingContext": {"publicKey": self.routing_signer.public_pem, "issuer": VERIFIER},
+                "revocationList": {"publicKey": self.list_signer.public_pem, "issuer": VERIFIER},
             }
         )
 
     # What tests do
 
     def publish(self, files: dict[str, bytes], *, tenant: str = TENANT) -> Digest:
-        entries = [
-            FileEntry(name, digest_of(data), len(data), media_type_of(name))
-            for name, data in files.items()
-        ]
-        digest = adapter_manifest_build(ADAPTER, entries, "fp32").digest
+        digest = adapter_manifest_build(ADAPTER, _entries(files), "fp32").digest
         tenant_id = TENANT_ID if tenant == TENANT else OTHER_ID
         self.artifacts[digest] = Artifact(tenant_id, tenant, ADAPTER, digest, files)
         return digest
@@ -243,13 +254,35 @@ class FakeRegistry:
         }
         return routing_context_sign(RoutingContext(**values), VERIFIER, self.routing_signer)
 
+    def list_issue(self, *entries: Revoked, life: float = 600, **changes: Any) -> bytes:
+        """Sign the next list over everything that was listed before, and these entries."""
+        now = datetime.now(UTC).replace(microsecond=0)
+        self.listed += entries
+        self.list_number = changes.pop("number", self.list_number + 1)
+        revocations = RevocationList(
+            number=self.list_number,
+            issuer=changes.pop("issuer", VERIFIER),
+            issued_at=changes.pop("issued_at", now),
+            expires_at=changes.pop("expires_at", now + timedelta(seconds=life)),
+            entries=self.listed,
+        )
+        signer = changes.pop("signer", self.list_signer)
+        payload = revocation_list_payload(revocations)
+        self.listing = dsse_sign(PAYLOAD_TYPE, payload, signer.sign, signer.key_id)
+        return self.listing
+
     # What a node calls
+
+    def revocation_list(self, held: int = 0) -> bytes | None:
+        self._reach()
+        return None if held == self.list_number else self.listing
 
     def base_show(self, base: str) -> dict[str, Any]:
         self._reach()
         if base != self.base.digest:
             raise NotFoundError("not found")
         return {
+            "name": "tiny",
             "baseModelDigest": self.base.digest,
             "state": self.state,
             "tokenizerDigest": self.base.tokenizer_digest,
@@ -311,13 +344,39 @@ class FakeRegistry:
     ) -> dict[str, Any]:
         self._reach()
         self.heartbeats.append(residents)
-        return {"leaseSeconds": 15, "revocations": self.overdue}
+        return {
+            "leaseSeconds": 15,
+            "revocations": self.overdue,
+            "lostPlacements": self.lost_placements,
+        }
+
+    def placement_take(self, node: str, tenant: str, digest: str) -> dict[str, Any]:
+        artifact = self._artifact(tenant, digest)
+        with self.lock:
+            if self.placements.get(digest, node) != node:
+                raise ConflictError("expected fewer than 1 other nodes that hold it, got 1")
+            self.placements[digest] = node
+        return {"node": node, "tenantId": artifact.tenant_id, "adapterDigest": digest}
+
+    def placement_release(self, node: str, tenant: str, digest: str) -> None:
+        self._reach()
+        with self.lock:
+            if self.placements.get(digest) == node:
+                del self.placements[digest]
+
+    def manifest(self, tenant: str, adapter: str, reference: str) -> bytes:
+        files = self._artifact(tenant, reference).files
+        return adapter_manifest_build(adapter, _entries(files), "fp32").manifest
 
     def node_acknowledge(
         self, node: str, tenant_id: str, digest: str, freed_bytes: int, purged_blocks: int
     ) -> None:
         self._reach()
         self.acknowledged.append((tenant_id, digest, freed_bytes))
+
+    def usage_report(self, node: str, run: str, items: list[dict[str, Any]]) -> None:
+        self._reach()
+        self.used |= {(run, item["tenantId"], item["adapterDigest"]): item for item in items}
 
     def feed(self, after: int, wait: float = 0) -> dict[str, Any]:
         self._reach()
@@ -343,6 +402,21 @@ class FakeRegistry:
             raise UnavailableError("the registry is down")
 
 
+def gate(registry: FakeRegistry, base: BaseIdentity) -> Gate:
+    """Who may ask the node, which began half a minute ago."""
+    started = datetime.now(UTC) - timedelta(seconds=30)
+    return Gate(
+        registry.trust(), base, node=NODE, started_at=started, now=lambda: datetime.now(UTC)
+    )
+
+
 def prove(folder: Path) -> ProvenBase:
     """Prove a base directory."""
     return base_prove(folder)
+
+
+def _entries(files: dict[str, bytes]) -> list[FileEntry]:
+    return [
+        FileEntry(name, digest_of(data), len(data), media_type_of(name))
+        for name, data in files.items()
+    ]

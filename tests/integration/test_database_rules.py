@@ -119,7 +119,7 @@ def test_every_tenant_table_forces_row_level_security(database: TestDatabase) ->
             )
         ).all()
     engine.dispose()
-    assert len(rows) == 18
+    assert len(rows) == 20
     assert [row.relname for row in rows if not row.forced] == []
 
 

@@ -146,7 +146,8 @@ def test_a_tenants_principal_touches_no_other_tenant(world: World, tmp_path: Pat
 def test_a_tenants_principal_is_not_the_platforms(world: World) -> None:
     with world.client("admin") as admin:
         world.tokens["op"] = admin.token_create("op", "operator", "t-2001")["token"]
-    for path in ("/v1/tenants", "/v1/jobs", "/v1/nodes", "/v1/feed", "/v1/nodes/node-1"):
+    paths = ["/v1/tenants", "/v1/jobs", "/v1/nodes", "/v1/feed", "/v1/nodes/node-1"]
+    for path in (*paths, "/v1/revocation-list"):
         assert send(world, "GET", path, "op").status_code == 404, path
     for path in ("/v1/bases/tiny/tenants/t-2001",):
         assert send(world, "PUT", path, "op").status_code == 404, path

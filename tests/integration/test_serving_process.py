@@ -7,8 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,58 +39,102 @@ sys.exit(startup.main(sys.argv[2:]))
 """
 
 
-def test_sigterm_finishes_what_runs(tmp_path: Path) -> None:
-    base = sw.prove(sw.base_make(tmp_path / "base"))
-    (tmp_path / "token").write_text("token\n")
+@dataclass
+class Process:
+    """A node in a process of its own, and a caller."""
+
+    registry: sw.FakeRegistry
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def ask(self, **fields: Any) -> httpx.Response:
+        """A request's answer, whole."""
+        asked = {"prompt": "w1 w2 w3", "max_tokens": 400, "temperature": 0, **fields}
+        body = json.dumps(asked).encode()
+        return httpx.post(
+            f"{self.url}/v1/completions",
+            content=body,
+            headers={"Routing-Context": self.registry.context(body, None)},
+            timeout=60,
+        )
+
+    def running(self) -> int:
+        """How many requests run."""
+        text = httpx.get(f"{self.url}/metrics").text
+        (line,) = [line for line in text.splitlines() if 'queue="running"' in line]
+        return int(float(line.split()[-1]))
+
+
+@contextmanager
+def node(root: Path, *options: str) -> Iterator[Process]:
+    """A node that is up, until the end."""
+    base = sw.prove(sw.base_make(root / "base"))
+    (root / "token").write_text("token\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["--url", "http://r", "--token-file", str(tmp_path / "token"), "--name", sw.NODE]
-    arguments += ["--base", str(base.dir), "--port", str(port), "--device", "cpu"]
-    arguments += ["--trust", str(tmp_path / "trust.json"), "--store", str(tmp_path / "store")]
+    arguments = ["--url", "http://r", "--token-file", str(root / "token"), "--name", sw.NODE]
+    arguments += ["--base", str(base.dir), "--port", str(port), "--device", "cpu", *options]
+    arguments += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *arguments],
+        [sys.executable, "-c", PROGRAM, str(root), *arguments],
         env={"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}", "PATH": "/usr/bin:/bin"},
-        stderr=subprocess.PIPE,
+        stderr=(root / "log").open("wb"),
     )
     try:
-        _until_ready(f"http://127.0.0.1:{port}", process)
-        answers: list[Any] = []
-        asker = threading.Thread(target=_ask, args=(tmp_path, base, port, answers))
-        asker.start()
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        asker.join(30)
-        assert process.wait(30) == 0
+        _until_ready(f"http://127.0.0.1:{port}", process, root / "log")
+        registry = sw.FakeRegistry(root / "caller", base)
+        registry.routing_signer = sw.FileSigner.load(root / "keys" / "routing.pem")
+        yield Process(registry, process, f"http://127.0.0.1:{port}")
     finally:
         process.kill()
         process.wait()
-    assert answers[0].status_code == 200
-    assert answers[0].json()["completionTokens"] == 400
 
 
-def _until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 40
-    while time.monotonic() < end:
-        assert process.poll() is None, process.stderr.read() if process.stderr else b""
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
+    with node(tmp_path) as started, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(started.ask)
+        _until(lambda: started.running() == 1)
+        started.process.send_signal(signal.SIGTERM)
+        assert answer.result().status_code == 200
+        assert answer.result().json()["usage"]["completion_tokens"] == 400
+        assert started.process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            started.ask()
+    last = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert last["message"] == f"node {sw.NODE} stopped"
+
+
+def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
+    with node(tmp_path, "--drain-seconds", "1") as started, ThreadPoolExecutor(9) as pool:
+        asked = {"max_tokens": 1000, "n": 8, "temperature": 1}
+        whole = [pool.submit(started.ask, **asked) for _ in range(7)]
+        stream = pool.submit(started.ask, stream=True, **asked)
+        _until(lambda: started.running() > 0)
+        started.process.send_signal(signal.SIGTERM)
+        answers = [each.result() for each in whole]
+        last = stream.result().text.strip().split("\n\n")[-1]
+        assert started.process.wait(60) == 0
+    cut = [answer for answer in answers if answer.status_code != 200]
+    assert {answer.status_code for answer in cut} == {503}
+    assert {answer.json()["error"]["code"] for answer in cut} <= {"cancelled", "unavailable"}
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in cut)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "cancelled"
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()
         try:
-            if httpx.get(f"{url}/readyz").status_code == 200:
-                return
+            return httpx.get(f"{url}/readyz").status_code == 200
         except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError("the node did not come up")
+            return False
 
-
-def _ask(root: Path, base: Any, port: int, answers: list[Any]) -> None:
-    signer = sw.FileSigner.load(root / "keys" / "routing.pem")
-    body = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 400}).encode()
-    registry = sw.FakeRegistry(root / "unused", base)
-    registry.routing_signer = signer
-    answers.append(
-        httpx.post(
-            f"http://127.0.0.1:{port}/v1/completions",
-            content=body,
-            headers={"Routing-Context": registry.context(body, None)},
-            timeout=30,
-        )
-    )
+    _until(ready)

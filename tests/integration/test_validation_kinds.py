@@ -32,7 +32,7 @@ import tests.gpu.test_checks_gpu
 from gpu_worker.validation.checking import adapter_check
 print(sorted(name for name in sys.modules if name.startswith("gpu_worker.validation.checks.c")))
 try:
-    import gpu_worker.base_files
+    import registry_service.domain.catalog
 except ModuleNotFoundError as error:
     print("guarded")
 """

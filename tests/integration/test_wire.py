@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from registry_service.client import RegistryClient
-from registry_service.domain import limits, wire
+from registry_service.domain import limits, wire, wire_statements
 from schemas import generate
 from tests.integration.conftest import World
 
@@ -57,10 +57,14 @@ def test_artifacts_and_what_was_found_and_decided(
         fits(wire.Report, report)
     for review in operator.review_list(TENANT, digest):
         fits(wire.Review, review)
-    fits(wire.VerdictStatement, payload(operator.verdict(TENANT, digest)))
+    fits(wire_statements.VerdictStatement, payload(operator.verdict(TENANT, digest)))
     token = {"Authorization": f"Bearer {world.tokens['operator']}"}
     statement = httpx.get(f"{world.url}/v1/bases/tiny/statement", headers=token).content
-    fits(wire.BaseStatement, payload(statement))
+    fits(wire_statements.BaseStatement, payload(statement))
+    operator.revoke(TENANT, digest, "leaks", 30)
+    listed = operator.revocation_list()
+    assert listed is not None
+    fits(wire.RevocationList, payload(listed))
 
 
 def test_names_grants_nodes_and_revocations(admitted: tuple[World, str, RegistryClient]) -> None:
@@ -155,9 +159,12 @@ def test_the_openapi_document_says_what_every_json_route_answers(world: World) -
         "get /v1/bases/{base}/statement",
         "get /v1/bases/{base}/files/{path}",
         "get /v1/tenants/{tenant}/artifacts/{digest}/verdict",
+        "get /v1/revocation-list",
+        "delete /v1/nodes/{node}/placements/{tenant}/{digest}",
         "post /v1/jobs/{job_id}/heartbeat",
         "post /v1/jobs/{job_id}/result",
         "post /v1/nodes/{node}/acknowledgements",
+        "post /v1/nodes/{node}/usage",
     }
 
 

@@ -19,6 +19,7 @@ from cli.reference import Reference, artifact_find, reference_parse, tenant_of
 from cli.up import bases_parse
 from registry_service import client as client_module
 from registry_service.client import RegistryClient
+from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     ConflictError,
     MalformedError,
@@ -318,3 +319,65 @@ def test_start_up_loads_nothing_heavy() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_immediate_is_a_deadline_of_now_and_not_both(
+    serve: Callable[[Handler], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            sent.append(json.loads(request.content))
+            node = {"node": "n", "state": "OUTSTANDING", "acknowledgedAt": None}
+            nodes = [node | {"freedBytes": None, "purgedBlocks": None}]
+            shown = {"state": "REVOKING", "reason": "x", "actor": "olga", "nodes": nodes}
+            return httpx.Response(200, json=shown)
+        return httpx.Response(200, json=artifact())
+
+    serve(handler)
+    command = ["revoke", f"t-1042/support-zh@{DIGEST}", "--reason", "x"]
+    assert cli_main.main([*command, "--immediate"]) == 0
+    assert sent[0]["deadlineSeconds"] == 0
+    assert "OUTSTANDING" in capsys.readouterr().out
+    assert cli_main.main([*command, "--immediate", "--deadline", "5"]) == 2
+    assert len(sent) == 1
+
+
+def test_the_revocation_list_is_shown_only_when_it_verifies(
+    serve: Callable[[Handler], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from registry_service import app
+    from registry_service.backends.file_signer import FileSigner
+    from registry_service.trust import revocation_list as lists
+    from registry_service.trust.dsse import dsse_sign
+
+    app.keys_create(tmp_path / "keys", "urn:registry")
+    signer = FileSigner.load(tmp_path / "keys" / app.LIST_KEY)
+    now = datetime.now(UTC).replace(microsecond=0)
+    entry = lists.Revoked(Digest(DIGEST), None, None, None, None)
+
+    def envelope(issuer: str) -> bytes:
+        life = timedelta(minutes=10)
+        payload = lists.revocation_list_payload(
+            lists.RevocationList(7, issuer, now, now + life, (entry,))
+        )
+        return dsse_sign(lists.PAYLOAD_TYPE, payload, signer.sign, signer.key_id)
+
+    trust = ["--trust", str(tmp_path / "keys" / app.TRUST_FILE)]
+    serve(lambda _: httpx.Response(200, content=envelope("urn:registry")))
+    assert cli_main.main(["revocation-list", "show", *trust, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["number"], shown["entries"][0]["adapterDigest"]) == (7, DIGEST)
+    kept = tmp_path / "list.json"
+    kept.write_bytes(envelope("urn:registry"))
+    assert cli_main.main(["revocation-list", "verify", str(kept), *trust]) == 0
+    kept.write_bytes(envelope("urn:other"))
+    assert cli_main.main(["revocation-list", "verify", str(kept), *trust]) == 3
+    serve(lambda _: httpx.Response(200, content=envelope("urn:other")))
+    assert cli_main.main(["revocation-list", "show", *trust]) == 3
+    (tmp_path / "other.json").write_text("{}")
+    other = ["--trust", str(tmp_path / "other.json")]
+    assert cli_main.main(["revocation-list", "verify", str(kept), *other]) == 2

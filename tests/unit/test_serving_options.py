@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from uuid import UUID
 
@@ -10,12 +9,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from gpu_worker.serving.options import options_parse, wanted_parse
+from gpu_worker.serving.loader import QueueLimits
+from gpu_worker.serving.options import LoadLimits, options_parse, wanted_parse
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.store import NodeStore
-from gpu_worker.serving.trust import trust_parse
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import MalformedError
+from registry_service.domain.limits import MIB
 
 DIGEST = digest_of(b"x")
 NEEDED = ["--url", "http://r", "--token-file", "t", "--name", "node-1", "--base", "b"]
@@ -27,8 +27,56 @@ def test_options() -> None:
     assert options.public_url == "http://127.0.0.1:8000"
     assert options.preload[0].digest == DIGEST
     assert (options.preload[0].tenant, options.preload[0].adapter) == ("t-1042", "support-zh")
+    assert (options.traces, options.drain_seconds) == (None, 30)
     with pytest.raises(SystemExit):
         options_parse([*NEEDED, "--prelod", "x"])
+
+
+def test_tracing_and_stopping_are_told_in_so_many_words() -> None:
+    options = options_parse([*NEEDED, "--traces", "http://c/v1/traces", "--drain-seconds", "5"])
+    assert (options.traces, options.drain_seconds) == ("http://c/v1/traces", 5)
+    with pytest.raises(SystemExit):
+        options_parse([*NEEDED, "--drain-seconds", "0"])
+
+
+def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
+    limits = options_parse(NEEDED).limits
+    assert limits == LoadLimits()
+    assert (limits.adapters, limits.rank, limits.memory, limits.tenant_bytes) == (16, 16, 0, 0)
+    assert limits.queue.waiting_each == limits.sequences
+    given = ["--memory-mib", "2048", "--max-adapters", "32", "--max-rank", "64"]
+    given += ["--max-adapter-mib", "100", "--max-sequences", "8", "--max-tenant-adapters", "4"]
+    given += ["--max-tenant-mib", "300", "--max-tenant-loads", "5"]
+    assert options_parse([*NEEDED, *given]).limits == LoadLimits(
+        memory=2048 * MIB,
+        adapters=32,
+        rank=64,
+        adapter_bytes=100 * MIB,
+        sequences=8,
+        tenant_adapters=4,
+        tenant_bytes=300 * MIB,
+        queue=QueueLimits(waiting_each=8, per_minute=5),
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--max-adapters", "0"),
+        ("--max-adapters", "-1"),
+        ("--max-rank", "513"),
+        ("--max-rank", "8.0"),
+        ("--memory-mib", "x"),
+        ("--max-sequences", "9" * 30),
+    ],
+)
+def test_a_limit_out_of_its_bounds_is_a_usage_error(
+    given: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options_parse([*NEEDED, *given])
+    assert caught.value.code == 2
+    assert f"argument {given[0]}: expected 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "t/a", "t/a@prod", f"a@{DIGEST}", f"../a/b@{DIGEST}"])
@@ -44,24 +92,6 @@ def _pem() -> str:
         .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
         .decode()
     )
-
-
-def test_trust() -> None:
-    document = {
-        "verdict": {"publicKey": _pem(), "verifierId": "urn:v"},
-        "routingContext": {"publicKey": _pem(), "issuer": "urn:i"},
-    }
-    trust = trust_parse(json.dumps(document).encode())
-    assert (trust.verifiers[0].verifier_id, trust.routing_issuer) == ("urn:v", "urn:i")
-    for broken in (
-        {**document, "more": 1},
-        {"verdict": document["verdict"]},
-        {**document, "verdict": {"publicKey": "x", "verifierId": "urn:v"}},
-        {**document, "verdict": {"publicKey": _pem(), "verifierId": ""}},
-        [],
-    ):
-        with pytest.raises(MalformedError):
-            trust_parse(json.dumps(broken).encode())
 
 
 def test_store(tmp_path: Path) -> None:

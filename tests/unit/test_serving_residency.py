@@ -75,6 +75,60 @@ def test_the_same_digest_of_another_tenant_is_another_key() -> None:
     assert [(r.key, r.references, r.size) for r in table.residents()] == [(KEY, 1, 100)]
 
 
+def test_a_retired_key_drains_and_may_be_loaded_again() -> None:
+    table = serving()
+    table.acquire(KEY)
+    table.retire(KEY)
+    with pytest.raises(ResidencyError):
+        table.acquire(KEY)
+    table.release(KEY)
+    table.purge(KEY)
+    table.unload(KEY)
+    assert not table.is_revoked(KEY)
+    table.load_begin(KEY)
+
+
+def test_a_retired_key_serves_again_unless_it_was_revoked_meanwhile() -> None:
+    table = serving()
+    table.retire(KEY)
+    table.resume(KEY)
+    table.acquire(KEY)
+    table.release(KEY)
+    table.retire(KEY)
+    table.revoke(KEY, None)
+    with pytest.raises(ResidencyError, match="revoked"):
+        table.resume(KEY)
+    assert table.state(KEY) is ResidentState.DRAINING
+
+
+def test_a_load_ends_with_the_references_of_those_who_waited() -> None:
+    table = Residency()
+    table.load_begin(KEY)
+    table.load_end(KEY, 1, references=3)
+    assert table.residents()[0].references == 3
+    table.load_begin(OTHER)
+    table.revoke(OTHER, None)
+    assert table.load_end(OTHER, 1, references=3) is ResidentState.DRAINING
+    assert table.drained(OTHER)
+
+
+def test_whatever_is_done_with_a_key_makes_it_the_last_used() -> None:
+    table = serving()
+    table.load_begin(OTHER)
+    table.load_end(OTHER, 1)
+
+    def last() -> Key:
+        return max(table.residents(), key=lambda item: item.used).key
+
+    assert last() == OTHER
+    table.acquire(KEY)
+    assert last() == KEY
+    table.acquire(OTHER)
+    assert last() == OTHER
+    table.release(KEY)
+    assert last() == KEY
+
+
 def test_a_deadline_only_comes_forward() -> None:
     table = serving()
     for given, expected in ((None, None), (9.0, 9.0), (12.0, 9.0), (None, 9.0), (3.0, 3.0)):

@@ -1,0 +1,75 @@
+"""Who may ask this node: the routing context, checked on arrival and when the queue is left."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from gpu_worker.serving.adapter_load import BaseIdentity
+from gpu_worker.serving.admission import Clock
+from gpu_worker.serving.trust import Trust
+from registry_service.domain.digests import digest_equal
+from registry_service.domain.errors import ForbiddenError, UntrustedError
+from registry_service.trust.routing_context import (
+    RoutingContext,
+    SeenContexts,
+    expiry_check,
+    routing_context_verify,
+)
+
+
+class DeniedError(ForbiddenError):
+    """The one answer to whoever may not run what they asked for, whatever the reason."""
+
+    def __init__(self) -> None:
+        super().__init__("this request is not allowed on this node")
+
+
+class Gate:
+    """Checks routing contexts for one node and base. Thread-safe."""
+
+    def __init__(
+        self, trust: Trust, base: BaseIdentity, *, node: str, started_at: datetime, now: Clock
+    ) -> None:
+        """``started_at`` is when this process began: what an earlier one used up is not known."""
+        self.node = node
+        self._now = now
+        self._trust = trust
+        self._base = base
+        self._started_at = started_at.replace(microsecond=0)
+        self._seen = SeenContexts(now)
+
+    def enter(self, token: str | None, body: bytes) -> RoutingContext:
+        """The context of a request, which is used up by this.
+
+        Raises:
+            DeniedError: it does not hold here and now, for this body and for the first time.
+        """
+        try:
+            context = routing_context_verify(
+                token or "",
+                public_key=self._trust.routing_key,
+                issuer=self._trust.routing_issuer,
+                node=self.node,
+                base_digest=self._base.digest,
+                body=body,
+                now=self._now(),
+            )
+            if context.issued_at < self._started_at:
+                raise UntrustedError("a routing context from before this process")
+            if not digest_equal(context.tokenizer_digest, self._base.tokenizer_digest):
+                raise UntrustedError("a routing context of another tokenizer")
+            self._seen.claim(context.jti, context.expires_at)
+        except UntrustedError as error:
+            raise DeniedError from error
+        return context
+
+    def recheck(self, context: RoutingContext) -> None:
+        """Check a context again, when its request leaves the queue.
+
+        Raises:
+            DeniedError: it is over.
+        """
+        try:
+            expiry_check(context, self._now())
+        except UntrustedError as error:
+            raise DeniedError from error

@@ -1,0 +1,152 @@
+"""What a base is to the engine, found out by one forward before it serves; or why it cannot.
+
+Nothing that changes a result is ever ignored: a base is refused unless every layer's attention goes
+through the interface, and unless the positions of a request decide its rotations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gpu_worker.serving import attention
+from gpu_worker.serving.bank import product
+from gpu_worker.serving.lanes import LayerShape
+from gpu_worker.serving.sequence import EngineError
+from gpu_worker.serving.workspace import ROW_STEP
+
+# Rotations that change for every position once any one in the batch is beyond a length.
+_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A base's attention layers, the modules that see each token once, and its output head."""
+
+    layers: tuple[LayerShape, ...]
+    modules: Mapping[str, nn.Module]
+    head: nn.Module
+
+
+class _Probe:
+    """Attends to nothing, and notes what each layer would keep."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.calls = 0
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: attention.Scores
+    ) -> Tensor:
+        """Zeros of the right shape."""
+        self.calls += 1
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def inspect_base(model: PreTrainedModel, lane_tokens: int) -> Inspection:
+    """Switch a model to the engine's attention and look at it.
+
+    Raises:
+        EngineError: the engine cannot run it, with the reason.
+    """
+    name = type(model).__name__
+    _positions_check(model, lane_tokens)
+    try:
+        model.set_attn_implementation(attention.NAME)
+    except ValueError as error:
+        raise EngineError(f"{name}: takes no other attention than its own: {error}") from error
+    probe = _Probe()
+    head = model.get_output_embeddings()
+    with torch.inference_mode(), _rows_noted(model) as rows:
+        try:
+            forward(model, torch.zeros(1, ROW_STEP, dtype=torch.long), probe)
+        except EngineError as error:
+            raise EngineError(f"{name}: {error}") from error
+        except TypeError as error:
+            raise EngineError(
+                f"{name}: it does not pass keyword arguments on to its attention, so that the "
+                f"engine cannot reach it: {error}"
+            ) from error
+    count = model.config.get_text_config().num_hidden_layers
+    if sorted(probe.layers) != list(range(count)) or probe.calls != count:
+        raise EngineError(
+            f"{name}: expected {count} layers to attend through transformers' AttentionInterface, "
+            f"got {len(probe.layers)}; a base that attends in its own way is not served"
+        )
+    modules = {n: m for n, m in model.named_modules() if rows.get(n) == [ROW_STEP]}
+    if not any(module is head for module in modules.values()):
+        raise EngineError(f"{name}: expected an output head that sees each token once")
+    return Inspection(tuple(probe.layers[i] for i in range(count)), modules, head)
+
+
+def forward(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    attending: attention.Attending,
+    positions: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Logits (rows, vocabulary) of flat tokens (1, N), of all or of the ``keep`` indices."""
+    device = model.device
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=device)[None]
+    output: Any = model(
+        input_ids=tokens.to(device),
+        position_ids=positions,
+        use_cache=False,
+        attending=attending,
+        logits_to_keep=0 if keep is None else keep,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+@contextmanager
+def _rows_noted(model: nn.Module) -> Iterator[dict[str, list[int]]]:
+    """Note for each module the rows of every call, while the context lasts."""
+    found: dict[str, list[int]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            rows = 0
+            # Experts see some rows of a flat tensor, without the first axis, which is one; and
+            # a module with more inputs than one computes something else.
+            axes = 2 if isinstance(module, nn.Embedding) else 3
+            if len(inputs) == 1 and not named and inputs[0].ndim == axes and len(inputs[0]) == 1:
+                rows = inputs[0].shape[1]
+            found.setdefault(name, []).append(rows)
+
+        return hook
+
+    modules = [(n, m) for n, m in model.named_modules() if product(m)]
+    handles = [m.register_forward_pre_hook(note(name), with_kwargs=True) for name, m in modules]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _positions_check(model: PreTrainedModel, lane_tokens: int) -> None:
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or lane_tokens
+    if lane_tokens > positions:
+        raise EngineError(f"expected lanes of at most the base's {positions}, got {lane_tokens}")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    for each in nested or [parameters]:
+        if each.get("rope_type") not in _BY_LENGTH:
+            continue
+        most = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if lane_tokens > most:
+            raise EngineError(
+                f"{type(model).__name__}: its rotations depend on the longest request beside one "
+                f"beyond {most} tokens; expected lanes of at most that, got {lane_tokens}"
+            )

@@ -1,0 +1,215 @@
+"""The load queue: bounded, one load for each digest, fair between tenants, off the model's thread.
+
+Whoever needs an adapter joins its ticket; the tickets of a tenant wait in their order, and the
+tenants take turns. A digest whose loads fail again and again is left alone for a growing while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import UUID
+
+from gpu_worker.serving.pacing import Backoff, TokenBucket
+from gpu_worker.serving.residency import Key
+from registry_service.domain import limits
+from registry_service.domain.errors import (
+    NotFoundError,
+    RegistryError,
+    TooManyRequestsError,
+    UnavailableError,
+)
+
+_LOG = logging.getLogger(__name__)
+_MINUTE: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be loaded, for whom."""
+
+    key: Key
+    tenant: str
+    adapter: str
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One load, and how many wait for it."""
+
+    load: Load
+    waiting: int = 0
+    error: RegistryError | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """How many tickets wait, how many wait for a tenant's, and how often a tenant loads."""
+
+    tickets: int = limits.LOAD_QUEUE
+    waiting: int = limits.LOAD_WAITING
+    waiting_each: int = limits.ADAPTER_SEQUENCES
+    per_minute: int = limits.TENANT_LOADS_PER_MINUTE
+    wait_seconds: float = limits.LOAD_WAIT_SECONDS
+
+
+class LoadQueue:
+    """Runs loads on threads of its own. ``run`` does one, and settles its ticket on every way out.
+
+    Joining, leaving and settling are the caller's to serialize (it does so with what it keeps of
+    each digest); the queue's own lock guards what its threads share with that.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Ticket], None],
+        bounds: QueueLimits,
+        *,
+        elapsed: Callable[[], float],
+        threads: int = limits.LOAD_THREADS,
+    ) -> None:
+        self._run = run
+        self._bounds = bounds
+        self._elapsed = elapsed
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._open: dict[Key, Ticket] = {}
+        # By tenant, in the order of their turns.
+        self._queued: dict[UUID, deque[Ticket]] = {}
+        self._bucket = TokenBucket(bounds.per_minute / _MINUTE, bounds.per_minute)
+        self._backoff = Backoff(limits.LOAD_PAUSE_FIRST_SECONDS, limits.LOAD_FAILURES)
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start the threads."""
+        for number in range(self._threads):
+            name = f"load-{number}"
+            threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Take nothing more; what runs comes to its end, what waits is refused."""
+        with self._changed:
+            self._stopping = True
+            tickets = [ticket for queued in self._queued.values() for ticket in queued]
+            self._queued.clear()
+            self._changed.notify_all()
+        for ticket in tickets:
+            self.settle(ticket, UnavailableError("the node is stopping"))
+
+    @property
+    def queued(self) -> int:
+        """How many tickets wait for a thread."""
+        with self._changed:
+            return sum(len(tickets) for tickets in self._queued.values())
+
+    def join(self, load: Load, *, paced: bool = True) -> Ticket:
+        """Wait for a load of this digest: the one that is under way, or a new one.
+
+        ``paced`` False leaves out the tenant's rate: what the operator named is not the tenant's.
+
+        Raises:
+            UnavailableError: too many, too often, or too soon after failures; with when to retry.
+        """
+        with self._changed:
+            if self._stopping:
+                raise UnavailableError("the node is stopping")
+            ticket = self._open.get(load.key)
+            if ticket is None:
+                self._new_check(load.key, paced=paced)
+                ticket = self._open[load.key] = Ticket(load)
+                self._queued.setdefault(load.key.tenant_id, deque()).append(ticket)
+                self._changed.notify()
+            elif not self._has_place(ticket):
+                raise TooManyRequestsError("too many requests wait for this tenant's adapters")
+            ticket.waiting += 1
+            return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Do not wait any longer; the load goes on."""
+        with self._changed:
+            ticket.waiting -= 1
+
+    def settle(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        """A load came to its end: its ticket is closed, and whoever waits for it wakes.
+
+        What passes by itself (no room, no place in the pool, no answer) pauses for seconds only.
+        """
+        key = ticket.load.key
+        with self._changed:
+            if self._open.get(key) is not ticket:
+                return
+            del self._open[key]
+            if error is None:
+                self._backoff.succeeded(key)
+            elif not isinstance(error, NotFoundError):
+                # What is not there costs one question, and is always answered in the same way.
+                passing = isinstance(error, UnavailableError)
+                most = (
+                    limits.LOAD_PAUSE_PASSING_SECONDS if passing else limits.LOAD_PAUSE_MOST_SECONDS
+                )
+                self._backoff.failed(key, self._elapsed(), most)
+        ticket.error = None if error is None else outcome_of(error)
+        ticket.done.set()
+
+    def _new_check(self, key: Key, *, paced: bool) -> None:
+        now = self._elapsed()
+        if (pause := self._backoff.wait(key, now)) > 0:
+            raise UnavailableError(
+                "the adapter could not be loaded again and again; see the node's log",
+                retry_after=math.ceil(pause),
+            )
+        if sum(len(tickets) for tickets in self._queued.values()) >= self._bounds.tickets:
+            raise UnavailableError("too many adapters wait to be loaded on this node")
+        if self._waiting(key.tenant_id) >= self._bounds.waiting:
+            raise TooManyRequestsError("too many requests wait for this tenant's adapters")
+        if paced and (pause := self._bucket.take(key.tenant_id, now)) > 0:
+            raise TooManyRequestsError(
+                f"expected at most {self._bounds.per_minute} loads a minute for this tenant",
+                retry_after=math.ceil(pause),
+            )
+
+    def _has_place(self, ticket: Ticket) -> bool:
+        waiting = self._waiting(ticket.load.key.tenant_id)
+        return waiting < self._bounds.waiting and ticket.waiting < self._bounds.waiting_each
+
+    def _waiting(self, tenant_id: UUID) -> int:
+        tickets = self._open.values()
+        return sum(t.waiting for t in tickets if t.load.key.tenant_id == tenant_id)
+
+    def _next(self) -> Ticket | None:
+        """The next ticket of the tenant whose turn it is, which then is last; None at the end."""
+        with self._changed:
+            while not self._queued and not self._stopping:
+                self._changed.wait()
+            if not self._queued:
+                return None
+            tenant_id = next(iter(self._queued))
+            tickets = self._queued.pop(tenant_id)
+            ticket = tickets.popleft()
+            if tickets:
+                self._queued[tenant_id] = tickets
+            return ticket
+
+    def _loop(self) -> None:
+        while (ticket := self._next()) is not None:
+            try:
+                self._run(ticket)
+            except Exception:  # noqa: BLE001 - the thread goes on with the next
+                _LOG.exception("%s: the load ended with a fault", ticket.load.key.digest)
+            finally:
+                self.settle(ticket, RuntimeError("the load came to no end"))
+
+
+def outcome_of(error: BaseException) -> RegistryError:
+    """What those who wait are told of a load's end."""
+    if isinstance(error, RegistryError):
+        return error
+    if isinstance(error, MemoryError):
+        return UnavailableError("the node has not enough memory for this adapter")
+    return UnavailableError("the adapter could not be loaded; see the node's log")

@@ -1,0 +1,96 @@
+"""The memory of a node: what it may take, and what it takes, by its ledgers and in fact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gpu_worker.serving.engine import Engine
+from gpu_worker.serving.ledger import Category, Ledger, LedgerFullError, Reservation
+from registry_service.domain import limits
+from registry_service.domain.errors import RefusedError
+
+_CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Ledgers:
+    """The ledger of the memory that adapters run in, and of that in which they are read.
+
+    On the CPU both are one. ``row`` is a row of the bank, in bytes; ``blocks`` are the prefix
+    cache's, which come and go within what is reserved for them.
+    """
+
+    device: Ledger
+    host: Ledger
+    row: int
+    blocks: Reservation
+
+
+def ledgers_open(engine: Engine, base: Iterable[Tensor], *, device: str, budget: int) -> Ledgers:
+    """The ledgers of a node whose base and engine are in memory; ``budget`` 0 is the device's.
+
+    Raises:
+        RefusedError: base, bank, lanes and blocks together are over the budget.
+    """
+    memory, workspace = engine.memory(), engine.workspace
+    row = memory.bank // (workspace.adapters + 1)
+    try:
+        ledger = Ledger(budget or memory_budget(device), bank=row * workspace.adapters)
+        ledger.hold(Category.BASE, storages_bytes({"base": base})["base"])
+        # Row 0 is the base's and never an adapter's.
+        ledger.hold(Category.WORKSPACE, row + context_bytes(device))
+        ledger.hold(Category.KV, memory.lanes)
+        blocks = ledger.reserve(Category.KV, workspace.prefix_bytes)
+    except LedgerFullError as error:
+        raise RefusedError(
+            f"memory: {error}; give the node more with --memory-mib, or fewer or smaller adapters"
+        ) from error
+    host = ledger if device == "cpu" else Ledger(memory_budget("cpu"))
+    return Ledgers(ledger, host, row, blocks)
+
+
+def storages_bytes(named: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
+    """Bytes of the storages behind tensors, each counted once, under the first name that has it."""
+    seen: set[int] = set()
+    found = dict.fromkeys(named, 0)
+    for name, tensors in named.items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[name] += storage.nbytes()
+    return found
+
+
+def memory_budget(device: str) -> int:
+    """Bytes that a node may take: a part of the device's memory, or of what its container has."""
+    if device == "cpu":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        bound = _CGROUP.read_text("ascii").strip() if _CGROUP.is_file() else "max"
+        total = min(total, int(bound)) if bound.isdigit() else total
+    else:
+        _, total = torch.cuda.mem_get_info(device)
+    part: int = total * limits.NODE_MEMORY_PERCENT // 100
+    return part
+
+
+def context_bytes(device: str) -> int:
+    """What CUDA itself takes of a device: all that is taken there, less what torch holds."""
+    if device == "cpu":
+        return 0
+    reserved: int = torch.cuda.memory_reserved(device)
+    return max(0, device_bytes(device) - reserved)
+
+
+def device_bytes(device: str) -> int:
+    """Bytes that the driver counts as taken on a CUDA device, which this process has alone."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total) - int(free)

@@ -1,0 +1,117 @@
+"""Prefix KV in blocks, shared between requests of one identity.
+
+A block's key is chained: SHA-256 over the key of the block before it and its own tokens. The first
+one follows the request's root key, which states tenant, base, adapter and everything else that KV
+depends on. The blocks themselves are opaque here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpu_worker.serving.workspace import BLOCK_TOKENS
+
+_DOMAIN: Final = b"adapter-registry prefix block 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """KV of one block of tokens. ``size`` is in bytes."""
+
+    kv: Any
+    size: int
+    tenant: Hashable
+    adapter: Hashable | None
+
+
+def block_keys(root: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+    """The keys of the whole blocks of ``tokens``, in order."""
+    key = hashlib.sha256(_DOMAIN + len(root).to_bytes(8, "big") + root).digest()
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        block = tokens[start : start + BLOCK_TOKENS]
+        key = hashlib.sha256(key + b"".join(t.to_bytes(8, "big") for t in block)).digest()
+        yield key
+
+
+class PrefixCache:
+    """Blocks by key; the least recently used of a tenant go when its budget is spent."""
+
+    def __init__(self, *, tenant_bytes: int, total_bytes: int) -> None:
+        self._budgets = (tenant_bytes, total_bytes)
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
+        self._bytes: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blocks."""
+        return sum(self._bytes.values())
+
+    def tenant_size(self, tenant: Hashable) -> int:
+        """Bytes of a tenant's blocks."""
+        return self._bytes.get(tenant, 0)
+
+    def find(self, keys: Sequence[bytes], adapter: Hashable | None) -> list[Block]:
+        """The blocks of the longest known beginning of ``keys``."""
+        found = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.adapter != adapter:
+                break
+            found.append(block)
+        self._touch(keys[: len(found)])
+        return found
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def publish(self, key: bytes, block: Block) -> bool:
+        """Keep a block; False when it is known already or never fits."""
+        tenant_bytes, total_bytes = self._budgets
+        if key in self._blocks or block.size > min(tenant_bytes, total_bytes):
+            return False
+        own = [k for k, other in self._blocks.items() if other.tenant == block.tenant]
+        self._evict(own, self.tenant_size(block.tenant) + block.size - tenant_bytes)
+        self._evict(list(self._blocks), self.size + block.size - total_bytes)
+        self._blocks[key] = block
+        self._bytes[block.tenant] = self.tenant_size(block.tenant) + block.size
+        return True
+
+    def drop(self, keys: Iterable[bytes]) -> int:
+        """Forget blocks; how many there were."""
+        return sum(self._drop(key) for key in keys)
+
+    def purge(self, adapter: Hashable) -> int:
+        """Forget every block of an adapter; how many there were."""
+        return self.drop([key for key, block in self._blocks.items() if block.adapter == adapter])
+
+    def touched(self, keys: Sequence[bytes]) -> None:
+        """Note that these blocks were used now."""
+        self._touch([key for key in keys if key in self._blocks])
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        # Last to first: a block outlives those after it, which cannot be reached without it.
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+
+    def _evict(self, oldest_first: Sequence[bytes], excess: int) -> None:
+        for key in oldest_first:
+            if excess <= 0:
+                return
+            excess -= self._blocks[key].size
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> bool:
+        block = self._blocks.pop(key, None)
+        if block is None:
+            return False
+        self._bytes[block.tenant] -= block.size
+        if not self._bytes[block.tenant]:
+            del self._bytes[block.tenant]
+        return True

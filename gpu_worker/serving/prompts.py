@@ -1,0 +1,94 @@
+"""From what a request asks to the tokens of its prompt, and the sampling of its answers."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from gpu_worker.serving.chat_template import ChatTemplates
+from gpu_worker.serving.openai_bodies import (
+    Body,
+    BodyError,
+    ChatBody,
+    CompletionBody,
+    PromptTooLongError,
+)
+from gpu_worker.serving.pieces import Pieces
+from gpu_worker.serving.reading import TokenText
+from gpu_worker.serving.sequence import Sampling
+from registry_service.domain import limits
+
+_SEEDS: Final = 2**63
+
+
+class PromptText(TokenText, Protocol):
+    """Turns text into tokens too."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a prompt."""
+        ...
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """The tokens of a rendered chat."""
+        ...
+
+
+class Prompts:
+    """Makes prompts for one base. Thread-safe."""
+
+    def __init__(
+        self, text: PromptText, templates: ChatTemplates, template: str, *, lane_tokens: int
+    ) -> None:
+        """``template`` is the base's; ``lane_tokens`` bounds prompt and answer together."""
+        self.text = text
+        self._templates = templates
+        self._template = template
+        self._lane_tokens = lane_tokens
+
+    def tokens(self, body: Body, template: str | None) -> tuple[tuple[int, ...], int]:
+        """A prompt, and how many new tokens may follow it; ``template`` is the adapter's own.
+
+        Raises:
+            PromptTooLongError: they do not fit together. BodyError: no tokens, or a chat that the
+                template refuses. UnavailableError: it could not be rendered now.
+        """
+        if isinstance(body, ChatBody):
+            field = "messages"
+            chosen = self._template if template is None else template
+            rendered = self._templates.render(chosen, body.messages)
+            prompt = self.text.encode_rendered(_bounded(rendered, field))
+        elif isinstance(body, CompletionBody):
+            field = "prompt"
+            prompt = self.text.encode(_bounded(body.prompt, field))
+        else:
+            raise TypeError(type(body).__name__)
+        if not prompt:
+            raise BodyError(f"{field}: expected at least one token, got none", field)
+        wanted = body.new_tokens
+        most = min(limits.PROMPT_TOKENS, self._lane_tokens - (wanted or 1))
+        if len(prompt) > most:
+            raise PromptTooLongError(
+                f"{field}: expected at most {max(most, 0)} tokens beside {wanted or 1} new ones, "
+                f"got {len(prompt)}",
+                field,
+            )
+        return prompt, wanted or min(limits.NEW_TOKENS, self._lane_tokens - len(prompt))
+
+    def sampling(self, body: Body, index: int) -> Sampling:
+        """How the answer of one choice is sampled; each choice has a seed of its own."""
+        return Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=None if body.seed is None else (body.seed + index) % _SEEDS,
+            logprobs=body.alternatives,
+            stop=body.stops,
+            decoder=Pieces(self.text) if body.stops else None,
+        )
+
+
+def _bounded(text: str, field: str) -> str:
+    """Text that may be turned into tokens: that takes time, and others wait for it."""
+    if len(text) > limits.PROMPT_CHARS:
+        raise PromptTooLongError(
+            f"{field}: expected at most {limits.PROMPT_CHARS} characters, got {len(text)}", field
+        )
+    return text

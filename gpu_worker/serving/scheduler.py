@@ -1,0 +1,69 @@
+"""Who runs next: requests join and leave between steps, and a step has a budget of tokens.
+
+Running requests come first, one token each; what is left of the budget goes to prompts, oldest
+first, in segments that end at the borders of blocks. How a prompt is cut depends on nothing but
+itself and what was cached of it, so that neighbours cannot change its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gpu_worker.serving.sequence import Sequence
+from gpu_worker.serving.step import Segment, Step, step_of
+from gpu_worker.serving.workspace import BLOCK_TOKENS
+
+
+class Scheduler:
+    """Waiting and running sequences. The caller takes lanes and bank rows."""
+
+    def __init__(self, step_tokens: int, *, grouped: bool = False) -> None:
+        """``grouped`` runs sequences of one bank row a step, the row that waited longest."""
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._step_tokens = step_tokens
+        self._grouped = grouped
+        self._ran: dict[int, int] = {}
+        self._steps = 0
+
+    def plan(self) -> Step | None:
+        """The next step, or None when nothing runs."""
+        candidates = self._group() if self._grouped else self.running
+        if not candidates:
+            return None
+        # By lane: lanes that follow each other are read without a copy.
+        decode = [
+            Segment(s, 0, 1, s.cached)
+            for s in sorted(candidates, key=lambda s: s.lane)
+            if s.cached >= len(s.job.prompt)
+        ]
+        room = self._step_tokens - len(decode)
+        prefill: list[Segment] = []
+        for sequence in candidates:
+            segments = _segments(sequence, room)
+            room -= sum(segment.count for segment in segments)
+            prefill += segments
+        return step_of(decode, prefill)
+
+    def _group(self) -> list[Sequence]:
+        rows = {sequence.bank_row for sequence in self.running}
+        self._ran = {row: self._ran.get(row, 0) for row in rows}
+        if not rows:
+            return []
+        self._steps += 1
+        row = min(rows, key=lambda r: (self._ran[r], r))
+        self._ran[row] = self._steps
+        return [sequence for sequence in self.running if sequence.bank_row == row]
+
+
+def _segments(sequence: Sequence, room: int) -> list[Segment]:
+    """The next segments of a prompt: as many whole ones as there is room for."""
+    segments = []
+    position, end = sequence.cached, len(sequence.job.prompt)
+    while position < end:
+        count = min(BLOCK_TOKENS - position % BLOCK_TOKENS, end - position)
+        if count > room:
+            break
+        segments.append(Segment(sequence, 0, count, position))
+        position, room = position + count, room - count
+    return segments

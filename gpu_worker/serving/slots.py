@@ -1,0 +1,282 @@
+"""Slots: the KV of a session, saved to a file so that its next turn need not compute it again.
+
+Restoring is numbered steps; only what passed them all is handed on, to be put into a lane:
+
+1. the slot has a page; 2. its sidecar is read, once; 3. it is of this format; 4. sealed by this
+node; 5. of this session and subject; 6. of this identity, part by part, with or without an
+adapter; 7. the current page, to the byte; 8. the state is read and opened with the sidecar's
+bytes; 9. its digest, tensors and tokens are those of the sidecar.
+
+What does not hold refuses the page: no lane is touched, the page is dropped so that it is not
+tried again, an event says why, and the turn is prefilled cold. A fault of the disk is treated
+alike: no fault here fails a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from gpu_worker.serving.identity import Identity, tokens_encode
+from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind, event_log
+from gpu_worker.serving.slot_index import Budget, Entry, SlotIndex
+from gpu_worker.serving.slot_key import SEAL_BYTES, NodeKey
+from gpu_worker.serving.slot_pages import SlotPages
+from gpu_worker.serving.slot_sidecar import (
+    Refusal,
+    Session,
+    Sidecar,
+    SlotRefusedError,
+    identity_check,
+    same_check,
+    sidecar_parse,
+)
+from gpu_worker.serving.slot_state import state_decode, state_encode
+from registry_service.domain import limits
+from registry_service.domain.digests import Digest, digest_of
+from registry_service.domain.errors import MalformedError, RegistryError, UnavailableError
+
+_LOG = logging.getLogger(__name__)
+
+
+class Slots:
+    """The slots of one node, in a folder that it holds alone. Thread-safe."""
+
+    def __init__(
+        self,
+        folder: Path,
+        key: NodeKey,
+        *,
+        budget: Budget | None = None,
+        on_event: Callable[[SlotEvent], None] = event_log,
+    ) -> None:
+        """Open the folder and remove what no slot refers to.
+
+        Raises:
+            UnavailableError: the folder cannot be used.
+        """
+        self._pages = SlotPages(folder, key)
+        self._key, self._budget = key, budget or Budget()
+        self._on_event = on_event
+        self._changed = threading.Condition()
+        self._saving: Counter[Digest] = Counter()
+        self._removed: set[Digest] = set()
+        self._index = self._index_open()
+        self._pages.sweep(self._index)
+
+    def close(self) -> None:
+        """Let the folder go."""
+        self._pages.close()
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every slot's current page, least recently used first."""
+        with self._changed:
+            return self._index.entries()
+
+    def save(self, session: Session, identity: Identity, state: LaneState) -> int | None:
+        """Save a lane's state as the slot's page, in place of the one before it.
+
+        Returns the page's number. None: nothing is saved, since the adapter was removed, a newer
+        page came first, the state is not as the identity says, is over the budget, or the disk
+        fails; the page before it stays, unless the index could not be written.
+        """
+        digest = identity.adapter_digest
+        with self._changed:
+            page = self._index.page_take()
+            if digest in self._removed:
+                self._tell(SlotEventKind.NOT_SAVED, identity, page, Refusal.REVOKED)
+                return None
+            self._saving[digest] += 1
+        try:
+            entry = self._write(page, session, identity, state)
+            late = self._commit(entry)
+        except Exception as error:  # noqa: BLE001 - the turn is answered: keeping its KV is extra
+            with self._changed:
+                self._forget((_slot(identity, session), page))
+            late = error.message if isinstance(error, RegistryError) else type(error).__name__
+        finally:
+            with self._changed:
+                self._saving[digest] -= 1
+                self._changed.notify_all()
+        kind = SlotEventKind.NOT_SAVED if late else SlotEventKind.SAVED
+        self._tell(kind, identity, page, late)
+        return None if late else page
+
+    def save_skipped(self, identity: Identity) -> None:
+        """Tell that a page is not saved because too many wait; the page before it stays."""
+        self._tell(SlotEventKind.NOT_SAVED, identity, 0, "too many saves wait")
+
+    def restore(self, session: Session, identity: Identity) -> LaneState | None:
+        """What the slot's page holds, as it was saved under this very identity.
+
+        None: there is no page, or it is refused; the turn is prefilled cold.
+        """
+        slot = _slot(identity, session)
+        with self._changed:
+            entry = self._index.find(slot)
+        if entry is None:
+            return None
+        try:
+            state = self._load(entry, session, identity)
+        except Exception as error:  # noqa: BLE001 - whatever it is, a cold prefill is right
+            refused = _refused(error)
+            with self._changed:
+                self._forget((slot, entry.page))
+            kind = SlotEventKind.REFUSED
+            self._tell(kind, identity, entry.page, refused.reason, refused=refused)
+            return None
+        self._tell(SlotEventKind.RESTORED, identity, entry.page, tokens=len(state.tokens))
+        return state
+
+    def remove(self, digest: Digest) -> int:
+        """Remove every page made under an adapter, of any tenant, and save none from now on.
+
+        Returns how many; a save that is under way has then ended, and saved nothing.
+
+        Raises:
+            UnavailableError: some files could not be removed; asking again tries again.
+        """
+        with self._changed:
+            self._removed.add(digest)
+            found = self._index.of_adapter(digest)
+            self._forget(*((entry.slot, entry.page) for entry in found))
+            self._changed.wait_for(lambda: not self._saving[digest])
+            left = self._pages.left_remove()
+        for entry in found:
+            self._tell_of(SlotEventKind.REMOVED, entry)
+        if left:
+            raise UnavailableError(f"slots: {left} files cannot be removed; see the log")
+        return len(found)
+
+    def _write(self, page: int, session: Session, identity: Identity, state: LaneState) -> Entry:
+        plain = state_encode(identity, state)
+        tokens = state.tokens
+        sidecar = Sidecar(
+            identity=identity,
+            session=session,
+            page=page,
+            token_count=len(tokens),
+            tokens_digest=self._key.digest("tokens", tokens_encode(tokens)),
+            state_digest=self._key.digest("state", plain),
+            key_id=self._key.key_id,
+        ).to_bytes()
+        size = len(plain) + SEAL_BYTES + len(sidecar)
+        most = min(limits.SLOT_STATE_BYTES, self._budget.tenant_bytes, self._budget.node_bytes)
+        if size > most:
+            raise MalformedError(f"slot: expected at most {most} bytes, got {size}")
+        self._pages.write(page, sidecar, self._key.seal(plain, sidecar))
+        return Entry(
+            slot=_slot(identity, session),
+            tenant_id=identity.tenant_id,
+            adapter_digest=identity.adapter_digest,
+            page=page,
+            size=size,
+            sidecar_digest=digest_of(sidecar),
+        )
+
+    def _commit(self, entry: Entry) -> str:
+        """Make a written page the slot's, and make room for it; or why it came too late."""
+        with self._changed:
+            newer = self._index.find(entry.slot)
+            if entry.adapter_digest in self._removed or (newer and newer.page > entry.page):
+                self._pages.remove(entry.page)
+                return Refusal.REVOKED if entry.adapter_digest in self._removed else "a newer page"
+            before = self._index.put(entry)
+            trimmed = self._index.trim(self._budget)
+            gone = [before, *trimmed] if before else [*trimmed]
+            try:
+                self._pages.index_write(self._index)
+            finally:
+                for old in gone:
+                    self._pages.remove(old.page)
+        for old in trimmed:
+            self._tell_of(SlotEventKind.TRIMMED, old)
+        return "over the budget" if entry in trimmed else ""
+
+    def _load(self, entry: Entry, session: Session, identity: Identity) -> LaneState:
+        """Steps 2 to 9."""
+        content = self._pages.sidecar(entry.page)
+        sidecar = sidecar_parse(content, identity.format_version)
+        same_check(Refusal.NODE_KEY, sidecar.key_id, self._key.key_id)
+        same_check(Refusal.SESSION, sidecar.session.session_id, session.session_id)
+        same_check(Refusal.SUBJECT, sidecar.session.subject, session.subject)
+        identity_check(sidecar.identity, identity)
+        same_check(Refusal.OLDER_PAGE, sidecar.page, entry.page)
+        same_check(Refusal.SIDECAR, digest_of(content), entry.sidecar_digest)
+        sealed = self._pages.state(entry.page)
+        try:
+            plain = self._key.open(sealed, content)
+            same_check(Refusal.STATE, self._key.digest("state", plain), sidecar.state_digest)
+            state = state_decode(identity, sidecar.token_count, plain)
+            tokens = self._key.digest("tokens", tokens_encode(state.tokens))
+        except RegistryError as error:
+            raise SlotRefusedError(Refusal.STATE, "the saved state", error.message) from error
+        same_check(Refusal.STATE, tokens, sidecar.tokens_digest)
+        return state
+
+    def _forget(self, *pages: tuple[str, int]) -> None:
+        """Drop these pages of these slots, whatever the disk says: they are not tried again."""
+        if any([self._index.drop(slot, page) for slot, page in pages]):
+            self._index_write(self._index)
+        for _, page in pages:
+            self._pages.remove(page)
+
+    def _index_open(self) -> SlotIndex:
+        try:
+            return self._pages.index_read()
+        except (OSError, RegistryError) as error:
+            # Which pages are current is not known any more: none is, and this is said once.
+            self._on_event(
+                SlotEvent(SlotEventKind.REFUSED, 0, reason=Refusal.UNREADABLE, got=str(error))
+            )
+        index = SlotIndex()
+        self._index_write(index)
+        return index
+
+    def _index_write(self, index: SlotIndex) -> None:
+        """Write the index if the disk lets us.
+
+        What was forgotten and stands in the file still has lost its files: after a restart it is
+        refused as missing.
+        """
+        try:
+            self._pages.index_write(index)
+        except (OSError, MemoryError) as error:
+            _LOG.warning("slots: the index cannot be written: %s", error)
+
+    def _tell(
+        self,
+        kind: SlotEventKind,
+        identity: Identity,
+        page: int,
+        reason: str = "",
+        *,
+        refused: SlotRefusedError | None = None,
+        tokens: int = 0,
+    ) -> None:
+        expected, got = (refused.expected, refused.got) if refused else ("", "")
+        of = (identity.tenant_id, identity.adapter_digest)
+        self._on_event(SlotEvent(kind, page, *of, reason, expected, got, tokens))
+
+    def _tell_of(self, kind: SlotEventKind, entry: Entry) -> None:
+        self._on_event(SlotEvent(kind, entry.page, entry.tenant_id, entry.adapter_digest))
+
+
+def _slot(identity: Identity, session: Session) -> str:
+    """A slot's name: of a tenant's session and subject, each in its length."""
+    state = hashlib.sha256()
+    for part in (str(identity.tenant_id), session.session_id, session.subject):
+        text = part.encode()
+        state.update(len(text).to_bytes(8, "big") + text)
+    return state.hexdigest()
+
+
+def _refused(error: Exception) -> SlotRefusedError:
+    if isinstance(error, SlotRefusedError):
+        return error
+    return SlotRefusedError(Refusal.UNREADABLE, "a page that can be read", type(error).__name__)

@@ -1,0 +1,79 @@
+"""Placement leases: which nodes may hold an artifact. One row per artifact and node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from registry_service.domain import limits
+
+_UNTIL = "CAST(:at AS timestamptz) + make_interval(secs => :seconds)"
+_LAPSED = text(
+    "DELETE FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
+    "AND lease_until <= :at"
+)
+_OTHERS = text(
+    "SELECT count(*) FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
+    "AND node <> :node"
+)
+_GRANT = text(
+    "INSERT INTO placement (tenant_id, artifact_digest, node, lease_until) "
+    f"VALUES (:tenant_id, :digest, :node, {_UNTIL}) "
+    "ON CONFLICT (tenant_id, artifact_digest, node) DO UPDATE "
+    "SET lease_until = EXCLUDED.lease_until RETURNING lease_until"
+)
+_RENEW = text(
+    f"UPDATE placement p SET lease_until = {_UNTIL} "
+    "FROM unnest(CAST(:tenants AS uuid[]), CAST(:digests AS text[])) AS held (tenant_id, digest) "
+    "WHERE p.node = :node AND p.tenant_id = held.tenant_id AND p.artifact_digest = held.digest "
+    "AND p.lease_until > :at RETURNING p.tenant_id, p.artifact_digest"
+)
+_RELEASE = text(
+    "DELETE FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
+    "AND node = :node"
+)
+
+
+def placement_grant(
+    session: Session, *, tenant_id: UUID, digest: str, node: str, replicas: int, at: datetime
+) -> datetime | None:
+    """Grant or renew a node's lease; its end, or None when ``replicas`` other nodes hold theirs.
+
+    The caller holds the artifact's row lock. Lapsed leases are deleted first: a renewal that comes
+    at the same moment either was before it, and is counted, or finds its row gone.
+    """
+    values = {
+        "tenant_id": tenant_id,
+        "digest": digest,
+        "node": node,
+        "at": at,
+        "seconds": limits.NODE_LEASE_SECONDS,
+    }
+    session.execute(_LAPSED, values)
+    if session.execute(_OTHERS, values).scalar_one() >= replicas:
+        return None
+    until: datetime = session.execute(_GRANT, values).scalar_one()
+    return until
+
+
+def placements_renew(
+    session: Session, node: str, held: Sequence[tuple[UUID, str]], at: datetime
+) -> set[tuple[UUID, str]]:
+    """Renew those of a node's leases that still run; which ones they were."""
+    values = {
+        "node": node,
+        "tenants": [str(tenant_id) for tenant_id, _ in held],
+        "digests": [digest for _, digest in held],
+        "at": at,
+        "seconds": limits.NODE_LEASE_SECONDS,
+    }
+    return {(row.tenant_id, row.artifact_digest) for row in session.execute(_RENEW, values)}
+
+
+def placement_release(session: Session, *, tenant_id: UUID, digest: str, node: str) -> None:
+    """End a node's lease, if it has one."""
+    session.execute(_RELEASE, {"tenant_id": tenant_id, "digest": digest, "node": node})

@@ -1,0 +1,170 @@
+"""A node on an in-memory registry, as the tests of loading need it: small bank, many adapters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpu_worker.base_files import ProvenBase
+from gpu_worker.serving.admission import Admission
+from gpu_worker.serving.base_load import LoadedBase, base_load
+from gpu_worker.serving.engine import Engine
+from gpu_worker.serving.follower import Follower
+from gpu_worker.serving.held_list import HeldList
+from gpu_worker.serving.ledger import Category, error_of
+from gpu_worker.serving.loading import Loading
+from gpu_worker.serving.memory import Ledgers, ledgers_open, storages_bytes
+from gpu_worker.serving.options import LoadLimits
+from gpu_worker.serving.parameters import Unchanged, parameters_digest
+from gpu_worker.serving.residency import Key
+from gpu_worker.serving.residents import Lease, Residents
+from gpu_worker.serving.startup import base_admit, now
+from gpu_worker.serving.store import NodeStore
+from gpu_worker.serving.workspace import Workspace
+from registry_service.domain.digests import Digest
+from tests.integration import serving_world as sw
+
+
+@dataclass
+class Parts:
+    """A node's parts that load, run and let go."""
+
+    engine: Engine
+    ledgers: Ledgers
+    residents: Residents
+    follower: Follower
+    store: NodeStore
+
+    def stop(self) -> None:
+        self.residents.stop()
+        self.engine.stop()
+        self.store.close()
+
+
+@dataclass
+class LoadWorld:
+    """A running node, its registry and its base, and what the tests look at."""
+
+    registry: sw.FakeRegistry
+    node: Parts
+    loaded: LoadedBase
+
+    def acquire(self, digest: Digest) -> Lease:
+        """What a request does before it runs."""
+        artifact = self.registry.artifacts[digest]
+        return self.node.residents.acquire(
+            tenant_id=artifact.tenant_id,
+            tenant=artifact.tenant,
+            adapter=artifact.adapter,
+            digest=digest,
+            template=self.registry.base.chat_template_digest,
+        )
+
+    def use(self, digest: Digest) -> None:
+        """A request that comes and goes."""
+        self.acquire(digest).release()
+
+    def key(self, digest: Digest) -> Key:
+        return Key(self.registry.artifacts[digest].tenant_id, digest)
+
+    def states(self) -> dict[Digest, str]:
+        return {item.key.digest: str(item.state) for item in self.node.residents.residents()}
+
+    def unload(self, digest: Digest) -> None:
+        """Let go of a digest, as when other nodes hold it."""
+        self.node.residents.placement_lost(self.key(digest))
+        until(lambda: digest not in self.states())
+
+    def clean(self) -> None:
+        """Nothing is resident or half-loaded, the base is as it was, the ledger tells the truth."""
+        bank = self.node.engine._runner.bank
+        assert self.states() == {}
+        assert self.node.ledgers.device.by_owner() == {}
+        assert self.node.ledgers.host.by_owner() == {}
+        assert self.registry.placements == {}
+        assert self.node.engine.references == 0
+        for stack in bank.stacks.values():
+            assert not stack.used
+            assert not stack.a.any()
+            assert not stack.b.any()
+        assert parameters_digest(self.loaded.parameters) == self.loaded.parameters_digest
+        self.ledger_check()
+
+    def ledger_check(self) -> None:
+        """The ledger's bytes are those of the tensors, by category and within the bound."""
+        runner = self.node.engine._runner
+        blocks = self.node.engine.memory().blocks
+        self.node.ledgers.blocks.take(blocks)
+        measured = storages_bytes(
+            {
+                "base": [tensor for _, tensor in self.loaded.parameters],
+                "bank": [t for s in runner.bank.stacks.values() for t in (s.a, s.b, s.m)],
+                "lanes": [*runner.lanes.keys, *runner.lanes.values],
+            }
+        )
+        taken = self.node.ledgers.device.taken()
+        assert taken[Category.BASE] == measured["base"]
+        assert taken[Category.ADAPTER] + taken[Category.WORKSPACE] == measured["bank"]
+        assert taken[Category.KV] == measured["lanes"] + blocks
+        assert error_of(taken, sum(measured.values()) + blocks) < 0.05
+
+
+def world_start(
+    registry: sw.FakeRegistry, root: Path, base: ProvenBase, limits: LoadLimits
+) -> LoadWorld:
+    """A node with these limits, all but its HTTP, which takes loads."""
+    client: Any = registry
+    trust, loaded = registry.trust(), base_load(base, "cpu")
+    store = NodeStore(root / "store", url=registry.url, node=sw.NODE)
+    workspace = Workspace.of(loaded.max_tokens)
+    engine = Engine(
+        loaded.model,
+        stop_tokens=loaded.stop_tokens,
+        workspace=replace(workspace, adapters=limits.adapters, rank=limits.rank),
+    )
+    parameters = [tensor for _, tensor in loaded.parameters]
+    ledgers = ledgers_open(engine, parameters, device="cpu", budget=limits.memory)
+    held = HeldList(store, trust.list_key, trust.list_issuer, now=now)
+    follower = Follower(client, store, sw.NODE, held)
+    admission = Admission(
+        client,
+        trust,
+        base_admit(client, trust, base),
+        engine,
+        store,
+        held,
+        now=now,
+        base_unchanged=Unchanged(loaded.parameters),
+    )
+    loading = Loading(admission, engine, ledgers, client, node=sw.NODE, load_limits=limits)
+    residents = Residents(loading, engine, store, held, now=now, acknowledge=follower.acknowledge)
+    engine.start()
+    residents.start()
+    follower.list_refresh(residents)
+    return LoadWorld(registry, Parts(engine, ledgers, residents, follower, store), loaded)
+
+
+def adapters_publish(
+    registry: sw.FakeRegistry, root: Path, count: int, tenant: str = sw.TENANT, **options: Any
+) -> list[Digest]:
+    """So many different adapters of a tenant."""
+    digests = []
+    for number in range(count):
+        folder = root / f"{tenant}-{number}"
+        sw.peft_make(registry.base.dir, folder, number + 100, **options)
+        files = sw.adapter_files(registry.base, folder, tenant=tenant)
+        digests.append(registry.publish(files, tenant=tenant))
+    return digests
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    waited = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        waited.wait(0.01)
+    raise AssertionError("nothing happened")

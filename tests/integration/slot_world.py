@@ -1,0 +1,129 @@
+"""What the tests of slots stand on: identities, states of lanes, and slots in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import torch
+from torch import Tensor
+
+from gpu_worker.serving.identity import Adapters, Identity, Layout
+from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind
+from gpu_worker.serving.slot_index import Budget
+from gpu_worker.serving.slot_key import NodeKey
+from gpu_worker.serving.slot_sidecar import Session
+from gpu_worker.serving.slots import Slots
+from registry_service.domain.digests import Digest, digest_of
+from registry_service.trust.routing_context import BASE_MARKER
+
+A, B = digest_of(b"adapter a"), digest_of(b"adapter b")
+SESSION = Session("s-1", "app")
+TOKENS = tuple(range(1, 41))
+IDENTITY = Identity(
+    format_version=1,
+    tenant_id=UUID(int=1042),
+    base_digest=digest_of(b"base"),
+    adapters=((A, 1.0),),
+    tokenizer_digest=digest_of(b"tokenizer"),
+    chat_template_digest=digest_of(b"template"),
+    dtype="float32",
+    layout=Layout(layers=((2, 8, 8), (2, 8, 16)), block_tokens=64),
+    engine_version="1",
+    library_versions=(("torch", str(torch.__version__)),),
+)
+
+
+def under(digest: Digest) -> Identity:
+    """The identity of a turn under an adapter, or under the base alone."""
+    adapters: Adapters = BASE_MARKER if digest == BASE_MARKER else ((digest, 1.0),)
+    return replace(IDENTITY, adapters=adapters)
+
+
+def state_make(tokens: Iterable[int], seed: int = 0, identity: Identity = IDENTITY) -> LaneState:
+    """Random KV for these tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    known = tuple(tokens)
+
+    def random(heads: int, size: int) -> Tensor:
+        drawn = torch.randn(heads, len(known), size, generator=generator)
+        return drawn.to(getattr(torch, identity.dtype))
+
+    layers = identity.layout.layers
+    return LaneState(
+        tokens=known,
+        keys=tuple(random(heads, key_size) for heads, key_size, _ in layers),
+        values=tuple(random(heads, value_size) for heads, _, value_size in layers),
+    )
+
+
+def state_hash(state: LaneState) -> str:
+    """A digest of a state's bytes and tokens."""
+    found = hashlib.sha256(repr(state.tokens).encode())
+    for tensor in (*state.keys, *state.values):
+        found.update(repr((tensor.dtype, tensor.shape)).encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@dataclass
+class World:
+    """Slots in a folder over lanes in memory, and every event that they told."""
+
+    folder: Path
+    secret: bytes = b"k" * 32
+    budget: Budget | None = None
+    lane: LaneState | None = None
+    events: list[SlotEvent] = field(default_factory=list)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def open(self, **changes: Any) -> Slots:
+        """The slots, as a process finds them when it starts."""
+        slots = Slots(
+            self.folder,
+            changes.get("key") or NodeKey(self.secret),
+            budget=self.budget,
+            on_event=self.events.append,
+        )
+        self.stack.callback(slots.close)
+        return slots
+
+    def restore(
+        self, slots: Slots, session: Session = SESSION, identity: Identity = IDENTITY
+    ) -> bool:
+        """Begin a turn: the lane holds what was restored, or what it held."""
+        state = slots.restore(session, identity)
+        if state is not None:
+            self.lane = state
+        return state is not None
+
+    def hash(self) -> str:
+        """A digest of what the lane holds."""
+        return "" if self.lane is None else state_hash(self.lane)
+
+    def refusals(self) -> list[str]:
+        return [e.reason for e in self.events if e.kind is SlotEventKind.REFUSED]
+
+    def kinds(self) -> list[SlotEventKind]:
+        return [event.kind for event in self.events]
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def saved(world: World, identity: Identity = IDENTITY, session: Session = SESSION) -> str:
+    """Save a page; the hash of its state."""
+    world.lane = state_make(TOKENS, identity=identity)
+    slots = world.open()
+    assert slots.save(session, identity, world.lane) is not None
+    slots.close()
+    world.stack.pop_all()
+    return world.hash()

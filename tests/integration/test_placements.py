@@ -1,0 +1,203 @@
+"""Placement leases on real PostgreSQL: no more nodes hold an artifact than it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from registry_service.client import RegistryClient
+from registry_service.domain import wire
+from registry_service.domain.digests import digest_of
+from registry_service.domain.errors import (
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    RefusedError,
+)
+from registry_service.usecases.context import reading, tenant_transaction
+from tests.integration.conftest import World
+from tests.integration.test_races import at_once
+from tests.integration.test_wire import fits
+
+TENANT = "t-1042"
+NODES = ("node-1", "node-2", "node-3")
+
+
+@pytest.fixture
+def nodes(world: World) -> Iterator[dict[str, RegistryClient]]:
+    """Three registered nodes of one base."""
+    with ExitStack() as stack:
+        admin = stack.enter_context(world.client("admin"))
+        catalog = admin.base_show("tiny")["catalogDigest"]
+        found = {}
+        for name in NODES:
+            if name != "node-1":
+                world.tokens[name] = admin.token_create(name, "node", None)["token"]
+            role = "node" if name == "node-1" else name
+            found[name] = stack.enter_context(world.client(role))
+            found[name].node_register(name, world.base_digest, "http://127.0.0.1:1", catalog)
+        yield found
+
+
+def admit(world: World, path: Path, replicas: int = 1, **options: Any) -> str:
+    return world.admit(path, declare={"max_replicas": replicas}, **options)
+
+
+def tenant_id(world: World, name: str = TENANT) -> str:
+    with world.client("admin") as admin:
+        return next(item["id"] for item in admin.tenant_list() if item["name"] == name)
+
+
+def beat(node: RegistryClient, name: str, owner: str, digest: str, state: str = "SERVING") -> Any:
+    held = {"tenantId": owner, "adapterDigest": digest, "state": state}
+    return node.node_heartbeat(name, 0, [held])["lostPlacements"]
+
+
+def holders(world: World, digest: str) -> dict[str, datetime]:
+    with reading(world.context) as session:
+        rows = session.execute(
+            text("SELECT node, lease_until FROM placement WHERE artifact_digest = :d"),
+            {"d": digest},
+        )
+        return {row.node: row.lease_until for row in rows}
+
+
+def lapse(world: World, owner: str, node: str) -> None:
+    """The node was not heard of for as long as its lease ran."""
+    with tenant_transaction(world.context, owner) as session:  # type: ignore[arg-type]  # as text
+        session.execute(
+            text("UPDATE placement SET lease_until = now() - interval '1 ms' WHERE node = :n"),
+            {"n": node},
+        )
+
+
+def test_as_many_nodes_hold_it_as_it_declares(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest = admit(world, tmp_path / "a", replicas=2)
+    for name in NODES[:2]:
+        placement = nodes[name].placement_take(name, TENANT, digest)
+        fits(wire.Placement, placement)
+        assert nodes[name].placement_take(name, TENANT, digest)["node"] == name
+    with pytest.raises(ConflictError, match="expected fewer than 2 other nodes"):
+        nodes["node-3"].placement_take("node-3", TENANT, digest)
+    nodes["node-1"].placement_release("node-1", TENANT, digest)
+    nodes["node-1"].placement_release("node-1", TENANT, digest)
+    nodes["node-3"].placement_take("node-3", TENANT, digest)
+    assert set(holders(world, digest)) == {"node-2", "node-3"}
+
+
+def test_of_nodes_that_race_for_the_last_lease_exactly_one_gets_it(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    for number in range(6):
+        digest = admit(world, tmp_path / str(number), fill=number)
+        answers = at_once(
+            *(
+                lambda name=name, digest=digest: nodes[name].placement_take(name, TENANT, digest)
+                for name in NODES
+            )
+        )
+        assert sum(isinstance(answer, dict) for answer in answers) == 1, answers
+        assert sorted(a for a in answers if isinstance(a, str)) == ["CONFLICT", "CONFLICT"]
+        assert len(holders(world, digest)) == 1
+
+
+def test_a_lease_is_renewed_with_the_heartbeat_and_a_dead_nodes_runs_out(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest, owner = admit(world, tmp_path / "a"), tenant_id(world)
+    nodes["node-1"].placement_take("node-1", TENANT, digest)
+    before = holders(world, digest)["node-1"]
+    for state in ("LOADING", "SERVING", "DRAINING"):
+        assert beat(nodes["node-1"], "node-1", owner, digest, state) == []
+        after = holders(world, digest)["node-1"]
+        assert after > before
+        before = after
+    # What lies on disk only holds nothing.
+    assert beat(nodes["node-1"], "node-1", owner, digest, "STORED") == []
+    assert holders(world, digest)["node-1"] == before
+    lapse(world, owner, "node-1")
+    nodes["node-2"].placement_take("node-2", TENANT, digest)
+    assert set(holders(world, digest)) == {"node-2"}
+
+
+def test_a_node_whose_place_was_taken_is_told_to_unload(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest, owner = admit(world, tmp_path / "a"), tenant_id(world)
+    nodes["node-1"].placement_take("node-1", TENANT, digest)
+    lapse(world, owner, "node-1")
+    # Nobody came meanwhile: the lease is given back.
+    assert beat(nodes["node-1"], "node-1", owner, digest) == []
+    lapse(world, owner, "node-1")
+    nodes["node-2"].placement_take("node-2", TENANT, digest)
+    lost = [{"tenantId": owner, "adapterDigest": digest}]
+    assert beat(nodes["node-1"], "node-1", owner, digest) == lost
+    assert beat(nodes["node-2"], "node-2", owner, digest) == []
+    # One that loads has its lease already, or asks for it: there is nothing to unload yet.
+    assert beat(nodes["node-1"], "node-1", owner, digest, "LOADING") == []
+    held = {"tenantId": owner, "adapterDigest": digest, "state": "SERVING"}
+    fits(wire.Renewal, nodes["node-1"].node_heartbeat("node-1", 0, [held]))
+
+
+def test_a_renewal_and_a_grant_at_one_moment_never_make_one_lease_too_many(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest, owner = admit(world, tmp_path / "a"), tenant_id(world)
+    for _ in range(8):
+        lapse(world, owner, "node-1")
+        at_once(
+            lambda: beat(nodes["node-1"], "node-1", owner, digest),
+            lambda: nodes["node-2"].placement_take("node-2", TENANT, digest),
+            lambda: nodes["node-3"].placement_take("node-3", TENANT, digest),
+        )
+        assert len(holders(world, digest)) == 1
+        for name in NODES:
+            nodes[name].placement_release(name, TENANT, digest)
+        nodes["node-1"].placement_take("node-1", TENANT, digest)
+
+
+def test_only_what_may_run_there_is_placed(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest = admit(world, tmp_path / "a")
+    waiting = world.publish(tmp_path / "b", fill=7)
+    take = nodes["node-1"].placement_take
+    for unknown in (waiting, digest_of(b"unknown")):
+        with pytest.raises(NotFoundError):
+            take("node-1", TENANT, unknown)
+    with pytest.raises(NotFoundError):
+        take("node-1", "t-2001", digest)
+    with pytest.raises(NotFoundError):
+        take("node-9", TENANT, digest)
+    with pytest.raises(ForbiddenError):
+        take("node-2", TENANT, digest)
+    with pytest.raises(ForbiddenError):
+        nodes["node-1"].placement_release("node-2", TENANT, digest)
+    with world.client("operator") as operator:
+        operator.revoke(TENANT, digest, "leaks", 0)
+    with pytest.raises(NotFoundError):
+        take("node-1", TENANT, digest)
+    with world.client("admin") as admin:
+        admin.tenant_suspend(TENANT, "unpaid")
+    with pytest.raises(RefusedError):
+        take("node-1", TENANT, digest)
+
+
+def test_a_lease_ends_after_the_time_that_the_answer_names(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest = admit(world, tmp_path / "a")
+    before = world.context.clock.now()
+    placement = nodes["node-1"].placement_take("node-1", TENANT, digest)
+    after = world.context.clock.now()
+    ends = datetime.fromisoformat(placement["expiresAt"])
+    lease = timedelta(seconds=placement["leaseSeconds"])
+    assert before <= ends - lease <= after

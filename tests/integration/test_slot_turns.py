@@ -1,0 +1,315 @@
+"""Sessions over slots on a real engine: reuse under one identity, and never under another.
+
+The sequences are those that made other servers answer with one adapter's KV under another; each
+answer is compared with a cold single run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+import torch
+
+from gpu_worker.serving.adapter import Part
+from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.sequence import EngineError
+from gpu_worker.serving.slot_events import SlotEventKind
+from gpu_worker.serving.slot_key import NodeKey
+from gpu_worker.serving.slot_sidecar import Refusal
+from gpu_worker.serving.slots import Slots
+from gpu_worker.serving.turns import Runtime, Turns
+from registry_service.domain.digests import Digest, digest_of
+from registry_service.domain.errors import MalformedError
+from registry_service.trust.routing_context import BASE_MARKER
+from tests.integration.slot_world import IDENTITY, A, B, state_hash, state_make
+from tests.integration.turn_world import (
+    Answer,
+    TurnNode,
+    TurnWorld,
+    adapter_make,
+    context_make,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.torch
+
+PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
+OTHER_PROMPT = tuple((11 * n) % 90 + 1 for n in range(80))
+MORE = (3, 14, 15)
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TurnNode]:
+    """A node whose runs know nothing of each other."""
+    with TurnWorld(tmp_path_factory.mktemp("cold") / "slots").node() as node:
+        yield node
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> TurnWorld:
+    return TurnWorld(tmp_path / "slots")
+
+
+def refusals(world: TurnWorld) -> list[str]:
+    return [event.reason for event in world.events if event.kind is SlotEventKind.REFUSED]
+
+
+def follow_up(answer: Answer, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
+    return (*prompt, *answer.tokens, *MORE)
+
+
+def test_the_two_adapters_and_the_base_answer_differently(cold: TurnNode) -> None:
+    answers = {cold.run(digest, PROMPT).tokens for digest in (A, B, BASE_MARKER)}
+    assert len(answers) == 3
+
+
+@pytest.mark.parametrize("digest", [A, BASE_MARKER], ids=["adapter", "base"])
+def test_after_a_restart_the_next_turn_reuses_its_tokens_and_answers_as_if_cold(
+    world: TurnWorld, cold: TurnNode, digest: Digest
+) -> None:
+    with world.node() as node:
+        first = node.turn(digest, PROMPT)
+        assert first.reused == 0
+        assert first.same(cold.run(digest, PROMPT))
+    prompt = follow_up(first)
+    with world.node() as node:
+        second = node.turn(digest, prompt)
+    # All of the turn before but its last token, which was not run there.
+    assert second.reused == len(PROMPT) + len(first.tokens) - 1
+    assert second.same(cold.run(digest, prompt))
+    assert refusals(world) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_restored_kv_continues_bit_for_bit_like_kv_that_was_never_on_disk(
+    world: TurnWorld, dtype: torch.dtype
+) -> None:
+    states: list[LaneState] = []
+    with world.node(dtype=dtype) as node:
+        turn = node.turns.begin(context_make(A))
+
+        def keep(state: LaneState) -> None:
+            states.append(state)
+            turn.on_lane_state(state)
+
+        first = node.run(A, PROMPT, on_lane_state=keep)
+        straight = node.run(A, follow_up(first), lane_state=states[0])
+    with world.node(dtype=dtype) as node:
+        restored = node.turns.begin(context_make(A)).lane_state
+        assert restored is not None
+        assert state_hash(restored) == state_hash(states[0])
+        assert node.run(A, follow_up(first), lane_state=restored) == straight
+    assert straight.reused > len(PROMPT)
+
+
+def test_llama_cpp_adapter_a_then_no_adapter_on_the_same_session(
+    world: TurnWorld, cold: TurnNode
+) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT)
+        second = node.turn(BASE_MARKER, follow_up(first))
+        assert second.reused == 0
+        assert second.same(cold.run(BASE_MARKER, follow_up(first)))
+        assert refusals(world) == [Refusal.ADAPTER]
+        # And back: the base's page under the adapter.
+        third = node.turn(A, PROMPT)
+        assert third.same(cold.run(A, PROMPT))
+        assert refusals(world) == [Refusal.ADAPTER] * 2
+
+
+def test_llama_cpp_saved_under_a_restored_under_b(world: TurnWorld, cold: TurnNode) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT)
+        second = node.turn(B, follow_up(first))
+        assert (second.reused, refusals(world)) == (0, [Refusal.ADAPTER])
+        assert second.same(cold.run(B, follow_up(first)))
+        # Once: what is saved now is B's, and goes on.
+        third = node.turn(B, follow_up(second, follow_up(first)))
+        assert third.reused > len(PROMPT)
+        assert third.same(cold.run(B, follow_up(second, follow_up(first))))
+        assert refusals(world) == [Refusal.ADAPTER]
+
+
+@pytest.mark.parametrize("digest", [A, B], ids=["the same adapter", "the other one"])
+def test_llama_cpp_restarted_with_the_adapters_in_another_order(
+    world: TurnWorld, cold: TurnNode, digest: Digest
+) -> None:
+    with world.node(adapters=(A, B)) as node:
+        first = node.turn(A, PROMPT)
+    with world.node(adapters=(B, A)) as node:
+        second = node.turn(digest, follow_up(first))
+    assert (second.reused > 0) is (digest == A)
+    assert refusals(world) == ([] if digest == A else [Refusal.ADAPTER])
+    assert second.same(cold.run(digest, follow_up(first)))
+
+
+def test_llama_cpp_restarted_restored_and_no_adapter(world: TurnWorld, cold: TurnNode) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT)
+    with world.node() as node:
+        second = node.turn(BASE_MARKER, follow_up(first))
+    assert (second.reused, refusals(world)) == (0, [Refusal.ADAPTER])
+    assert second.same(cold.run(BASE_MARKER, follow_up(first)))
+
+
+def test_llama_cpp_a_p_b_p2_b_p_through_the_cache_in_memory(
+    world: TurnWorld, cold: TurnNode
+) -> None:
+    with world.node() as node:
+        node.turn(A, PROMPT, "s-1")
+        node.turn(B, OTHER_PROMPT, "s-2")
+        third = node.turn(B, PROMPT, "s-3")
+        assert third.reused == 0
+        assert third.same(cold.run(B, PROMPT))
+        # The cache does work: a whole block is shared between sessions of one identity.
+        again = node.turn(B, PROMPT, "s-4")
+        assert again.reused == 64
+        assert again == third._replace(reused=64)
+        other_tenant = node.turn(B, PROMPT, "s-5", tenant_id=UUID(int=2001))
+        assert other_tenant.reused == 0
+
+
+def test_llama_cpp_an_unknown_adapter_is_refused_and_not_the_base(world: TurnWorld) -> None:
+    with world.node() as node, pytest.raises(EngineError, match="not attached"):
+        node.turn(digest_of(b"unknown"), PROMPT)
+
+
+def test_llama_cpp_a_nan_adapter_does_not_break_later_turns_without_one(
+    world: TurnWorld, cold: TurnNode
+) -> None:
+    broken = adapter_make(tiny_model(), 5)
+    parts = {
+        name: Part(part.a * torch.nan, part.b, part.scaling) for name, part in broken.parts.items()
+    }
+    with world.node() as node:
+        name = digest_of(b"nan")
+        node.engine.attach(name, replace(broken, parts=parts))
+        with pytest.raises(EngineError, match="not finite"):
+            node.turn(name, PROMPT)
+        after = node.turn(BASE_MARKER, PROMPT)
+        assert after.reused == 0
+        assert after.same(cold.run(BASE_MARKER, PROMPT))
+        node.turns.begin(context_make(BASE_MARKER))
+        assert [entry.adapter_digest for entry in node.slots.entries()] == [BASE_MARKER]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer_digest": digest_of(b"other")}, Refusal.TOKENIZER),
+        ({"chat_template_digest": digest_of(b"other")}, Refusal.TEMPLATE),
+    ],
+)
+def test_a_turn_with_another_tokenizer_or_template_is_cold(
+    world: TurnWorld, cold: TurnNode, change: dict[str, Any], reason: Refusal
+) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT)
+        second = node.turn(A, follow_up(first), **change)
+    assert (second.reused, refusals(world)) == (0, [reason])
+    assert second.same(cold.run(A, follow_up(first)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tenant_id": UUID(int=2001)}, {"session_id": "s-9"}, {"subject": "other"}],
+    ids=["tenant", "session", "subject"],
+)
+def test_nobody_else_reuses_a_sessions_kv(world: TurnWorld, change: dict[str, Any]) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT[:40])
+        context = context_make(A, **change)
+        assert node.turns.begin(context).lane_state is None
+        assert node.turns.begin(context_make(A)).lane_state is not None
+        assert first.reused == 0
+
+
+def test_a_revoked_adapters_pages_are_gone_and_none_is_saved_any_more(world: TurnWorld) -> None:
+    with world.node() as node:
+        node.turn(A, PROMPT, "s-1")
+        node.turn(A, PROMPT, "s-2")
+        node.turn(B, PROMPT, "s-3")
+        # A session's next turn waits for its save.
+        for session in ("s-1", "s-2", "s-3"):
+            node.turns.begin(context_make(A if session != "s-3" else B, session))
+        assert node.slots.remove(A) == 2
+        node.turn(A, PROMPT, "s-1")
+        node.turns.begin(context_make(A, "s-1"))
+        assert [entry.adapter_digest for entry in node.slots.entries()] == [B]
+
+
+def test_a_context_without_every_part_begins_no_turn(world: TurnWorld) -> None:
+    with world.node() as node:
+        for change in ({"chat_template_digest": ""}, {"tokenizer_digest": ""}, {"subject": ""}):
+            with pytest.raises(MalformedError):
+                node.turns.begin(context_make(A, **change))
+        pair: Any = [A, B]
+        with pytest.raises(MalformedError):
+            node.turns.begin(context_make(pair))
+
+
+class Held(NodeKey):
+    """A node key whose sealing of pages waits to be let go."""
+
+    def __init__(self) -> None:
+        super().__init__(b"k" * 32)
+        self.go, self.sealing = threading.Event(), threading.Event()
+
+    def seal(self, plain: bytes, associated: bytes) -> bytes:
+        self.sealing.set()
+        self.go.wait()
+        return super().seal(plain, associated)
+
+
+@pytest.fixture
+def held(world: TurnWorld) -> Iterator[tuple[Held, Turns, Slots]]:
+    key = Held()
+    slots = Slots(world.folder, key, on_event=world.events.append)
+    runtime = Runtime(IDENTITY.base_digest, IDENTITY.dtype, IDENTITY.layout, (("torch", "2"),))
+    turns = Turns(slots, runtime)
+    yield key, turns, slots
+    key.go.set()
+    turns.close()
+    slots.close()
+
+
+def test_a_sessions_next_turn_waits_for_the_save_before_it(
+    held: tuple[Held, Turns, Slots],
+) -> None:
+    key, turns, _ = held
+    state = state_make(range(1, 9))
+    turns.begin(context_make(A)).on_lane_state(state)
+    key.sealing.wait()
+    found: list[LaneState | None] = []
+    next_turn = threading.Thread(
+        target=lambda: found.append(turns.begin(context_make(A)).lane_state)
+    )
+    next_turn.start()
+    assert found == []
+    key.go.set()
+    next_turn.join()
+    assert found[0] is not None
+    assert state_hash(found[0]) == state_hash(state)
+
+
+def test_when_the_disk_cannot_follow_saves_are_left_out_and_said(
+    world: TurnWorld, held: tuple[Held, Turns, Slots]
+) -> None:
+    key, turns, slots = held
+    begun = [turns.begin(context_make(A, f"s-{number}")) for number in range(8)]
+    begun[0].on_lane_state(state_make(range(1, 9)))
+    key.sealing.wait()
+    for turn in begun[1:]:
+        turn.on_lane_state(state_make(range(1, 9)))
+    # One is being saved and four wait.
+    assert [event.kind for event in world.events] == [SlotEventKind.NOT_SAVED] * 3
+    key.go.set()
+    for number in range(5):
+        assert turns.begin(context_make(A, f"s-{number}")).lane_state is not None
+    assert len(slots.entries()) == 5

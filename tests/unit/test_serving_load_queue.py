@@ -1,0 +1,234 @@
+"""The load queue: one load for each digest, turns between tenants, bounds, pauses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import pytest
+
+from gpu_worker.serving.loader import Load, LoadQueue, QueueLimits, Ticket, outcome_of
+from gpu_worker.serving.residency import Key
+from registry_service.domain.digests import Digest
+from registry_service.domain.errors import NotFoundError, RefusedError, UnavailableError
+
+
+def load(tenant: int, number: int) -> Load:
+    key = Key(UUID(int=tenant), Digest(f"sha256:{tenant * 1000 + number:064x}"))
+    return Load(key, f"t-{tenant}", "a")
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stand:
+    """A queue whose loads wait for the test, and the order in which they ran."""
+
+    def __init__(self, *, threads: int = 1, **bounds: float) -> None:
+        self.clock = Clock()
+        self.ran: list[Key] = []
+        self.gate = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self.queue = LoadQueue(
+            self.run,
+            QueueLimits(**bounds),  # type: ignore[arg-type]  # counts and seconds by name
+            elapsed=self.clock,
+            threads=threads,
+        )
+
+    def run(self, ticket: Ticket) -> None:
+        self.ran.append(ticket.load.key)
+        assert self.gate.acquire(timeout=10)
+        self.queue.settle(ticket, self.error)
+
+    def let(self, count: int = 1) -> None:
+        self.gate.release(count)
+
+    def fail(self, what: Load, error: Exception) -> None:
+        """One load that fails from its beginning to its end."""
+        self.error = error
+        ticket = self.queue.join(what)
+        self.let()
+        assert ticket.done.wait(10)
+        self.error = None
+
+
+@contextmanager
+def stand(*, threads: int = 1, **bounds: float) -> Iterator[Stand]:
+    made = Stand(threads=threads, **bounds)
+    made.queue.start()
+    try:
+        yield made
+    finally:
+        made.queue.stop()
+        made.let(1000)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    waited = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        waited.wait(0.01)
+    raise AssertionError("nothing happened")
+
+
+def test_a_hundred_requests_for_one_digest_are_one_load() -> None:
+    with stand(threads=4, waiting_each=100) as made:
+        tickets: list[Ticket] = []
+        lock = threading.Lock()
+
+        def ask() -> None:
+            with lock:
+                tickets.append(made.queue.join(load(1, 1)))
+            assert tickets[0].done.wait(10)
+
+        threads = [threading.Thread(target=ask) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(tickets) == 100)
+        assert len({id(ticket) for ticket in tickets}) == 1
+        assert tickets[0].waiting == 100
+        made.let()
+        for thread in threads:
+            thread.join()
+        assert made.ran == [load(1, 1).key]
+
+
+def test_tenants_take_turns_however_many_loads_one_asks_for() -> None:
+    with stand() as made:
+        first = made.queue.join(load(1, 0))
+        until(lambda: len(made.ran) == 1)
+        for number in range(1, 5):
+            made.queue.join(load(1, number))
+        last = [made.queue.join(load(tenant, 1)) for tenant in (2, 3)]
+        made.let(7)
+        assert all(ticket.done.wait(10) for ticket in (first, *last))
+        until(lambda: len(made.ran) == 7)
+        assert [key.tenant_id.int for key in made.ran] == [1, 1, 2, 3, 1, 1, 1]
+
+
+def test_the_queue_is_bounded_in_all_and_for_each_tenant() -> None:
+    with stand(tickets=3, waiting=2, waiting_each=2) as made:
+        made.queue.join(load(1, 0))
+        until(lambda: len(made.ran) == 1)
+        made.queue.join(load(1, 1))
+        for number in (0, 1, 2):
+            with pytest.raises(UnavailableError, match="wait for this tenant"):
+                made.queue.join(load(1, number))
+        for tenant in (2, 3):
+            made.queue.join(load(tenant, 1))
+        assert made.queue.queued == 3
+        with pytest.raises(UnavailableError, match="too many adapters wait"):
+            made.queue.join(load(4, 1))
+        ticket = made.queue.join(load(2, 1))
+        made.queue.leave(ticket)
+        assert made.queue.join(load(2, 1)) is ticket
+
+
+def test_a_tenant_loads_no_more_often_than_its_rate() -> None:
+    with stand(per_minute=2) as made:
+        made.let(10)
+        for number in range(2):
+            assert made.queue.join(load(1, number)).done.wait(10)
+        with pytest.raises(UnavailableError, match="at most 2 loads a minute") as caught:
+            made.queue.join(load(1, 2))
+        assert caught.value.retry_after == 30
+        assert made.queue.join(load(2, 0)).done.wait(10)
+        assert made.queue.join(load(1, 3), paced=False).done.wait(10)
+        made.clock.now = 30.0
+        assert made.queue.join(load(1, 2)).done.wait(10)
+
+
+def test_repeated_failures_are_answered_with_when_to_come_back() -> None:
+    with stand() as made:
+        what = load(1, 1)
+        made.fail(what, RefusedError("no"))
+        pauses = []
+        for _ in range(11):
+            made.fail(what, RefusedError("no"))
+            with pytest.raises(UnavailableError, match="again and again") as caught:
+                made.queue.join(what)
+            pauses.append(caught.value.retry_after)
+            made.clock.now += caught.value.retry_after or 0
+        assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+        made.let()
+        assert made.queue.join(what).done.wait(10)
+        made.fail(what, RefusedError("no"))
+        made.let()
+        assert made.queue.join(what).done.wait(10)
+
+
+def test_what_passes_by_itself_is_tried_again_within_seconds() -> None:
+    with stand() as made:
+        what = load(1, 1)
+        for _ in range(8):
+            made.fail(what, UnavailableError("no room"))
+            made.clock.now += 10
+        made.fail(what, UnavailableError("no room"))
+        with pytest.raises(UnavailableError) as caught:
+            made.queue.join(what)
+        assert caught.value.retry_after == 10
+
+
+def test_what_is_not_there_is_always_answered_in_the_same_way() -> None:
+    with stand() as made:
+        for _ in range(5):
+            made.fail(load(1, 1), NotFoundError("not found"))
+        made.let()
+        ticket = made.queue.join(load(1, 1))
+        assert ticket.done.wait(10)
+        assert ticket.error is None
+
+
+def test_a_fault_in_a_load_wakes_who_waits_and_the_thread_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    faults = [RuntimeError("bug")]
+
+    def run(ticket: Ticket) -> None:
+        if faults:
+            raise faults.pop()
+        queue.settle(ticket)
+
+    queue = LoadQueue(run, QueueLimits(), elapsed=Clock(), threads=1)
+    queue.start()
+    first = queue.join(load(1, 1))
+    assert first.done.wait(10)
+    assert isinstance(first.error, UnavailableError)
+    second = queue.join(load(1, 2))
+    assert second.done.wait(10)
+    assert second.error is None
+    assert "the load ended with a fault" in caplog.text
+    queue.stop()
+
+
+def test_a_queue_that_stops_refuses_what_waits_and_what_comes() -> None:
+    with stand() as made:
+        running = made.queue.join(load(1, 0))
+        until(lambda: len(made.ran) == 1)
+        waiting = made.queue.join(load(1, 1))
+        made.queue.stop()
+        assert waiting.done.wait(10)
+        assert "stopping" in str(waiting.error)
+        with pytest.raises(UnavailableError, match="stopping"):
+            made.queue.join(load(1, 2))
+        made.let()
+        assert running.done.wait(10)
+        assert running.error is None
+
+
+def test_faults_are_told_in_words_of_the_service() -> None:
+    assert "memory" in outcome_of(MemoryError()).message
+    assert outcome_of(RuntimeError("secret path")).message.endswith("see the node's log")
+    refused = RefusedError("no")
+    assert outcome_of(refused) is refused

@@ -1,0 +1,75 @@
+"""Stop texts: found wherever they begin and end, and never shown."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_worker.serving.stopping import StopText
+
+
+class Pieces:
+    """A decoder that gives out prepared pieces; the last one is its rest."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def push(self, token: int) -> str:
+        return self.pieces[token]
+
+    def flush(self) -> str:
+        return self.pieces[-1]
+
+
+def run(pieces: list[str], *stops: str) -> tuple[list[str], bool]:
+    """What is released piece by piece, and whether it stopped."""
+    stop = StopText(stops, Pieces(pieces))
+    shown = []
+    for token in range(len(pieces) - 1):
+        text, stopped = stop.push(token)
+        shown.append(text)
+        if stopped:
+            return shown, True
+    text, stopped = stop.finish()
+    return [*shown, text], stopped
+
+
+def test_a_stop_inside_a_piece_ends_there() -> None:
+    assert run(["one END two", ""], "END") == (["one "], True)
+
+
+def test_a_stop_across_pieces_is_never_shown() -> None:
+    assert run(["one E", "N", "D two", ""], "END") == (["one ", "", ""], True)
+
+
+def test_what_might_begin_a_stop_is_held_until_it_is_known() -> None:
+    assert run(["one E", "N", "E", "x", ""], "END") == (["one ", "", "EN", "Ex", ""], False)
+    assert run(["one E", ""], "END") == (["one ", "E"], False)
+
+
+def test_the_first_of_several_stops_counts() -> None:
+    assert run(["abcdef", ""], "ef", "cd", "zz") == (["ab"], True)
+
+
+def test_a_stop_in_the_rest_of_the_decoder_counts() -> None:
+    assert run(["one E", "ND"], "END") == (["one ", ""], True)
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=3), min_size=1, max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_the_text_is_that_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    shown, stopped = run(pieces, *stops)
+    text = "".join(pieces)
+    assert stopped == any(stop in text for stop in stops)
+    if not stopped:
+        assert "".join(shown) == text
+        return
+    # It stops with the piece in which a stop was first complete.
+    seen = next(
+        "".join(pieces[:n])
+        for n in range(len(pieces) + 1)
+        if any(stop in "".join(pieces[:n]) for stop in stops)
+    )
+    assert "".join(shown) == seen[: min(seen.find(s) for s in stops if s in seen)]
