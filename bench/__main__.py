@@ -10,7 +10,6 @@ from pathlib import Path
 
 from bench.check import check
 from bench.decode import decode
-from bench.http import http
 from bench.llama70b import llama70b
 from bench.load import load
 from bench.publish import publish
@@ -25,7 +24,7 @@ from bench.validate import validate
 def main() -> None:
     """Run all benchmarks."""
     rows = check() + llama70b() + startup() + validate()
-    rows += decode() + load() + slots() + http()
+    rows += decode() + load() + slots()
     with stand() as (world, pid, environment):
         rows += publish(world, pid)
         rows += resolve(world)
