@@ -49,7 +49,8 @@ class Stack:
     @property
     def smallest(self) -> int:
         """Multiplications of the smaller of a row's two products."""
-        return int(min(self.a[0].numel(), self.b[0].numel()))
+        size_in, rank, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
+        return int(min(size_in, size_out) * rank)
 
     @property
     def row_bytes(self) -> int:

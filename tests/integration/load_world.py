@@ -15,6 +15,7 @@ from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.ledger import Category, error_of
+from gpu_worker.serving.loader import QueueLimits
 from gpu_worker.serving.loading import Loading
 from gpu_worker.serving.memory import Ledgers, ledgers_open, storages_bytes
 from gpu_worker.serving.options import LoadLimits
@@ -26,6 +27,8 @@ from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.workspace import Workspace
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
+
+LIMITS = LoadLimits(adapters=4, rank=8, queue=QueueLimits(per_minute=6000))
 
 
 @dataclass

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from gpu_worker.serving import linear
+from gpu_worker.serving.sequence import Job
 from tests.integration import engine_world as ew
 from tests.integration.engine_checks import (
     oracle_check,
@@ -33,6 +36,53 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("kind", sorted(ew.CONFIGS))
 def test_every_row_of_a_crowd_answers_as_peft_does(kind: str) -> None:
     oracle_check(kind, "cpu", 1e-4)
+
+
+def test_decode_takes_two_batched_products_a_module_however_many_adapters_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driven = ew.Driven(ew.base_build("llama"))
+    model = ew.base_build("llama")
+    for seed in range(5):
+        options = {"target_modules": ["q_proj", "up_proj"]}
+        driven.attach(seed, ew.adapter_from(ew.peft_build(model, seed, **options)))
+    products: list[int] = []
+    by_row = linear._by_row
+
+    def counted(flat: torch.Tensor, *rest: Any) -> torch.Tensor:
+        products.append(len(flat))
+        return by_row(flat, *rest)
+
+    monkeypatch.setattr(linear, "_by_row", counted)
+    for name in (*range(5), None, 0):
+        driven.add(Job(ew.prompt_of(9), 3, name))
+    driven.requests.step()
+    assert products == [], "prefill is one pair of products for each segment"
+    driven.requests.step()
+    assert products == [7] * 4, "two modules in each of two layers"
+
+
+def test_a_step_without_an_adapter_on_a_module_adds_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driven = ew.Driven(ew.base_build("llama"))
+    model = ew.base_build("llama")
+    for name, target in (("a", "q_proj"), ("b", "up_proj")):
+        adapter = ew.adapter_from(ew.peft_build(model, 1, target_modules=[target]))
+        driven.attach(name, adapter)
+    touched: list[int] = []
+    add = linear.StackedLinear.add
+
+    def counted(module: linear.StackedLinear, *rest: Any) -> None:
+        touched.append(module.base.weight.shape[0])
+        add(module, *rest)
+
+    monkeypatch.setattr(linear.StackedLinear, "add", counted)
+    driven.answer(Job(ew.prompt_of(9), 3))
+    assert touched == []
+    driven.answer(Job(ew.prompt_of(9), 2, "b"))
+    # up_proj, in two layers and two steps.
+    assert touched == [96] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

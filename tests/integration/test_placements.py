@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,7 @@ def test_of_nodes_that_race_for_the_last_lease_exactly_one_gets_it(
     for number in range(6):
         digest = admit(world, tmp_path / str(number), fill=number)
         answers = at_once(
-            *(
-                lambda name=name, digest=digest: nodes[name].placement_take(name, TENANT, digest)
-                for name in NODES
-            )
+            *(partial(nodes[name].placement_take, name, TENANT, digest) for name in NODES)
         )
         assert sum(isinstance(answer, dict) for answer in answers) == 1, answers
         assert sorted(a for a in answers if isinstance(a, str)) == ["CONFLICT", "CONFLICT"]

@@ -6,8 +6,6 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from gpu_worker.serving.loader import QueueLimits
 from gpu_worker.serving.options import LoadLimits, options_parse, wanted_parse
@@ -83,15 +81,6 @@ def test_a_limit_out_of_its_bounds_is_a_usage_error(
 def test_a_preload_names_a_digest(text: str) -> None:
     with pytest.raises(MalformedError):
         wanted_parse(text)
-
-
-def _pem() -> str:
-    return (
-        Ed25519PrivateKey.generate()
-        .public_key()
-        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-        .decode()
-    )
 
 
 def test_store(tmp_path: Path) -> None:

@@ -1,85 +1,28 @@
-"""Loading on a real node: one load each, room and shares, places in the pool, limits, faults."""
+"""Loading on a real node: one load each, room and shares, places in the pool, limits."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from gpu_worker.base_files import ProvenBase
-from gpu_worker.serving import admission as admission_module
-from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.eviction import Reason
-from gpu_worker.serving.ledger import Category, Ledger, Reservation
+from gpu_worker.serving.ledger import Category
 from gpu_worker.serving.loader import QueueLimits
 from gpu_worker.serving.options import LoadLimits
-from gpu_worker.serving.parameters import Unchanged
-from gpu_worker.serving.residency import Residency
 from gpu_worker.serving.residents import Lease
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import NotFoundError, RefusedError, UnavailableError
 from tests.integration import serving_world as sw
-from tests.integration.load_world import LoadWorld, adapters_publish, until, world_start
+from tests.integration.load_world import LIMITS, LoadWorld, until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
 ]
-
-LIMITS = LoadLimits(adapters=4, rank=8, queue=QueueLimits(per_minute=6000))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> ProvenBase:
-    return sw.prove(sw.base_make(tmp_path_factory.mktemp("base")))
-
-
-@pytest.fixture(scope="module")
-def registry(base: ProvenBase, tmp_path_factory: pytest.TempPathFactory) -> sw.FakeRegistry:
-    root = tmp_path_factory.mktemp("adapters")
-    made = sw.FakeRegistry(root / "registry", base)
-    adapters_publish(made, root, 6, target_modules="all-linear")
-    adapters_publish(made, root, 2, tenant=sw.OTHER)
-    return made
-
-
-@pytest.fixture
-def own(registry: sw.FakeRegistry) -> Iterator[list[Digest]]:
-    """One tenant's adapters. What a test does to the registry is undone."""
-    registry.placements.clear()
-    registry.down = False
-    registry.pulls = 0
-    yield [a.digest for a in registry.artifacts.values() if a.tenant == sw.TENANT]
-
-
-@pytest.fixture
-def others(registry: sw.FakeRegistry) -> list[Digest]:
-    return [a.digest for a in registry.artifacts.values() if a.tenant == sw.OTHER]
-
-
-@pytest.fixture
-def start(
-    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
-) -> Iterator[Callable[[LoadLimits], LoadWorld]]:
-    worlds: list[LoadWorld] = []
-
-    def run(limits: LoadLimits) -> LoadWorld:
-        worlds.append(world_start(registry, tmp_path, base, limits))
-        return worlds[-1]
-
-    yield run
-    for world in worlds:
-        world.node.stop()
-
-
-@pytest.fixture
-def world(own: list[Digest], start: Callable[[LoadLimits], LoadWorld]) -> LoadWorld:
-    return start(LIMITS)
 
 
 def test_a_hundred_requests_for_one_digest_are_one_load(
@@ -332,130 +275,3 @@ def test_a_load_that_fails_again_and_again_is_left_alone_for_a_while(
     finally:
         world.registry.verdict_changes = {}
     world.use(own[1])
-
-
-# Every step of a load, where a fault is injected before it.
-STEPS: dict[str, Callable[[LoadWorld], tuple[object, str]]] = {
-    "verdict": lambda world: (world.registry, "verdict"),
-    "placement": lambda world: (world.registry, "placement_take"),
-    "manifest": lambda world: (world.registry, "manifest"),
-    "room": lambda _: (Ledger, "by_owner"),
-    "reserve": lambda _: (Ledger, "reserve"),
-    "pull": lambda world: (world.registry, "pull"),
-    "read": lambda _: (admission_module, "files_read"),
-    "check": lambda _: (admission_module, "adapter_read"),
-    "prepare": lambda world: (world.node.engine._runner.bank, "prepare"),
-    "attach": lambda world: (world.node.engine._runner.bank, "attach"),
-    "base hash": lambda world: (world.node.residents._loading._admission, "_base_unchanged"),
-    "commit": lambda _: (Reservation, "commit"),
-    "serve": lambda _: (Residency, "load_end"),
-}
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_fault_at_any_step_leaves_nothing_and_the_next_load_works(
-    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    target, name = STEPS[step](world)
-    for digest, error in ((own[0], RuntimeError("fault")), (own[1], MemoryError())):
-
-        def fault(*_: object, error: Exception = error, **__: object) -> None:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(target, name, fault)
-            with pytest.raises((UnavailableError, RefusedError)):
-                world.acquire(digest)
-        world.clean()
-        assert world.node.store.keys() == ()
-        world.use(digest)
-        world.unload(digest)
-        world.node.store.remove(world.key(digest))
-        world.clean()
-
-
-def test_a_row_that_is_half_written_is_empty_again(
-    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, written = Stack.write, []
-
-    def failing(self: Stack, row: int, rows: Any) -> None:
-        write(self, row, rows)
-        written.append(row)
-        if len(written) == 3:
-            raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Stack, "write", failing)
-        with pytest.raises(UnavailableError, match="not enough memory"):
-            world.acquire(own[0])
-    assert len(written) == 3
-    world.clean()
-    world.use(own[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_whatever_way_the_base_is_written_to_is_seen(dtype: torch.dtype) -> None:
-    def made() -> tuple[tuple[str, torch.Tensor], ...]:
-        return (("a", torch.ones(3, 5).to(dtype)), ("b", torch.ones(7).to(dtype)))
-
-    def by_torch(tensor: torch.Tensor) -> None:
-        with torch.inference_mode():
-            tensor.flatten()[-1] = 2
-
-    def unseen_by_torch(tensor: torch.Tensor) -> None:
-        tensor.data.view(torch.uint8).flatten()[-1] ^= 1
-
-    def back_again(tensor: torch.Tensor) -> None:
-        with torch.inference_mode():
-            tensor.add_(1).sub_(1)
-
-    for write in (by_torch, unseen_by_torch, back_again):
-        for number in range(2):
-            named = made()
-            unchanged = Unchanged(named)
-            assert unchanged()
-            write(named[number][1])
-            assert not unchanged(), (write, number)
-
-
-def test_a_load_that_changes_the_base_is_refused(
-    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor = world.loaded.parameters[0][1]
-    attach = world.node.engine.attach
-
-    def harmful(name: Any, adapter: Any) -> tuple[int, int]:
-        with torch.inference_mode():
-            tensor.add_(0)
-        return attach(name, adapter)
-
-    monkeypatch.setattr(world.node.engine, "attach", harmful)
-    with pytest.raises(RefusedError, match="base's parameters changed"):
-        world.acquire(own[0])
-    world.clean()
-
-
-def test_bytes_that_differ_are_fetched_again_once_and_then_refused(
-    world: LoadWorld, own: list[Digest]
-) -> None:
-    artifact = world.registry.artifacts[own[0]]
-    good = dict(artifact.files)
-    pull = world.registry.pull
-
-    def wrong(tenant: str, adapter: str, digest: str, into: Path) -> None:
-        pull(tenant, adapter, digest, into)
-        weights = into / "adapter_model.safetensors"
-        weights.chmod(0o644)
-        weights.write_bytes(good[weights.name][:-1] + b"\x00")
-
-    client: Any = world.registry
-    client.pull = wrong
-    try:
-        with pytest.raises(RefusedError, match="expected sha256"):
-            world.acquire(own[0])
-    finally:
-        del client.pull
-    world.clean()
-    assert world.node.store.keys() == ()
-    world.use(own[0])
