@@ -186,6 +186,7 @@ class Admission:
             if not self._base_unchanged():
                 raise RefusedError("adapter: the base's parameters changed while it was loaded")
         except BaseException:
+            # Whatever stopped it, what was not verified does not stay attached.
             self._engine.detach(key)
             raise
         template = Digest(read.declaration.chat_template_digest)

@@ -71,6 +71,7 @@ class Answering:
                 return await work.stream()
             return await work.whole(request)
         except BaseException as error:
+            # Also a cancelled task: the request leaves the engine on every way out.
             work.finish(error)
             raise
 

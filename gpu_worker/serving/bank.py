@@ -129,6 +129,7 @@ class Bank:
             for name, rows in prepared.items():
                 self.stacks[name].write(row, rows)
         except BaseException:
+            # Whatever stopped it, the row is not left half written.
             self._clear(row, prepared)
             raise
         self._free.pop()

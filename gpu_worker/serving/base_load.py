@@ -186,6 +186,7 @@ def _model(model_class: Any, config: Any, weights: dict[str, Tensor], quantizati
             None, config=config, state_dict=weights, dtype="auto", output_loading_info=True
         )
     except Exception as error:
+        # Hundreds of model classes, each with exceptions of its own.
         raise RefusedError(load_fault(quantization, error)) from error
     found = {name: sorted(map(str, trouble[name])) for name in _LOADING_TROUBLE if trouble[name]}
     if found:

@@ -250,6 +250,7 @@ class Engine:
                 self._receive()
                 self._requests.step()
         except BaseException:
+            # Said and raised: the finally below ends every request, whatever it was.
             _LOG.exception("the model's thread died")
             raise
         finally:

@@ -108,6 +108,7 @@ class Loading:
             try:
                 reservation.commit(admitted.size)
             except BaseException:
+                # Whatever stopped it, what is not in the ledger is not in the bank.
                 self._engine.detach(key)
                 raise
             undo.pop_all()
@@ -162,6 +163,7 @@ class Loading:
                 try:
                     return staging, self.memory.device.reserve(Category.ADAPTER, row, key)
                 except BaseException:
+                    # Whatever stopped it, a load that failed holds no memory.
                     staging.release()
                     raise
             except LedgerFullError as error:

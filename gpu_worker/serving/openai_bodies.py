@@ -6,6 +6,7 @@ promise that is not kept. ``model`` is read and chooses nothing.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -72,14 +73,14 @@ class Body(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    @abstractmethod
     def new_tokens(self) -> int | None:
         """How many tokens at most; None is as many as fit."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """How many of the likeliest tokens to tell beside each; None tells no probabilities."""
-        raise NotImplementedError
 
 
 class CompletionBody(Body):

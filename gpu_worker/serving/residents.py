@@ -137,6 +137,7 @@ class Residents:
             with self._changed:
                 self._use_check(self._loaded[key].admitted, tenant, adapter, template)
         except BaseException:
+            # Nobody else would give this reference back.
             lease.release()
             raise
         return lease

@@ -84,6 +84,7 @@ class SlotFiles:
                 os.fsync(file.fileno())
             os.rename(beside, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:
+            # Whatever stopped it, nothing half written stays beside.
             with contextlib.suppress(OSError):
                 self.remove(beside)
             raise

@@ -104,6 +104,7 @@ def _meta_model(raw: Mapping[str, Any]) -> Any:
         with torch.device("meta"):
             return model_class(config)
     except Exception as error:
+        # A config class raises whatever its reading of a hostile config runs into.
         raise MalformedError(
             f"config.json: transformers makes no {model_class.__name__} from it: "
             f"{shown(str(error))}"

@@ -78,6 +78,7 @@ def model_build(config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> 
             output_loading_info=True,
         )
     except Exception as error:
+        # Hundreds of model classes, each with exceptions of its own.
         raise BaseLoadError(load_fault(quantization, error)) from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if loading.get(what):

@@ -227,6 +227,7 @@ class FilesystemBlobStore:
             os.close(descriptor)
             raise ConflictError("another request has this upload; wait for it to end") from error
         except BaseException:
+            # Whatever stopped it, the lock goes with its descriptor.
             os.close(descriptor)
             raise
         return descriptor

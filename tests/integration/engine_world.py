@@ -171,7 +171,7 @@ class Driven:
         )
         self.logits: dict[Generation, list[Tensor]] = {}
         self._advance: Callable[..., None] = self.requests._advance
-        self.requests._advance = self._note  # type: ignore[method-assign]
+        self.requests._advance = self._note  # type: ignore[method-assign]  # a probe
 
     def attach(self, name: Hashable, adapter: Adapter) -> int:
         self.rows[name] = self.runner.bank.attach(self.runner.bank.prepare(adapter))

@@ -183,7 +183,7 @@ def test_few_rows_are_multiplied_as_many_are(size: tuple[int, int], dtype: torch
         assert torch.equal(torch.cat(few)[:whole], torch.bmm(left, right)[:whole])
 
 
-class Rounding(nn.Linear):  # type: ignore[misc]
+class Rounding(nn.Linear):  # type: ignore[misc]  # the checker does not see torch
     """A linear whose kernel changes above 48 rows, as those of matrix libraries do."""
 
     def forward(self, value: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Rounding(nn.Linear):  # type: ignore[misc]
         return result + 1e-6 if value.shape[-2] > 48 else result
 
 
-class Placed(nn.Linear):  # type: ignore[misc]
+class Placed(nn.Linear):  # type: ignore[misc]  # the checker does not see torch
     """A linear whose rows depend on their place."""
 
     def forward(self, value: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_a_base_with_such_products_is_cut_and_changes_no_bit() -> None:
     assert all(ew.same_bits(driven.logits[g], a) for g, a in zip(together, alone, strict=True))
 
 
-class Mixing(nn.Module):  # type: ignore[misc]
+class Mixing(nn.Module):  # type: ignore[misc]  # the checker does not see torch
     """Mixes the rows of a step a little, as experts with a capacity would."""
 
     def __init__(self, inner: nn.Module) -> None:

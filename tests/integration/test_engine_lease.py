@@ -142,7 +142,7 @@ def test_a_poisoned_lane_is_zero_before_the_next_one_has_it() -> None:
         held.append(any(bool(slab.isnan().any()) for slab in lanes.values))
         release(lane)
 
-    lanes.release = watched  # type: ignore[method-assign]
+    lanes.release = watched  # type: ignore[method-assign]  # a probe
     driven.finish()
     assert held == [True], "the lane held no NaN: this shows nothing"
     with pytest.raises(EngineError):

@@ -274,7 +274,7 @@ def test_a_missing_tensor_is_refused_by_name() -> None:
         adapter_of(tensors, {UP: 1.0})
 
 
-class Quantized(torch.nn.Linear):  # type: ignore[misc]
+class Quantized(torch.nn.Linear):  # type: ignore[misc]  # the checker does not see torch
     """A linear that stores its weight in its own way."""
 
 

@@ -90,7 +90,7 @@ def test_logprobs_are_the_models_whatever_the_temperature() -> None:
 )
 def test_values_out_of_bounds_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(EngineError):
-        Sampling(**wrong)  # type: ignore[arg-type]
+        Sampling(**wrong)  # type: ignore[arg-type]  # wrong on purpose
 
 
 class Letters:

@@ -262,7 +262,7 @@ def test_nothing_that_was_said_or_is_secret_is_told(
         contexts.append(mint(*arguments, **changes))
         return contexts[-1]
 
-    world.registry.context = minted  # type: ignore[method-assign]
+    world.registry.context = minted  # type: ignore[method-assign]  # a probe
     texts = []
     for number in range(12):
         _, answer = ask(world, number)
@@ -271,7 +271,7 @@ def test_nothing_that_was_said_or_is_secret_is_told(
     wrong = world.client(None, session_id=SESSION).completions
     for fields in ({"extra_body": {CANARY: CANARY}}, {"stop": [CANARY] * 5}):
         with pytest.raises(openai.BadRequestError):
-            wrong.create(model="any", prompt=CANARY, **fields)  # type: ignore[call-overload]
+            wrong.create(model="any", prompt=CANARY, **fields)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(openai.PermissionDeniedError):
         world.client(None, node="node-2").completions.create(model="any", prompt=CANARY)
     until(world.idle)
@@ -366,7 +366,12 @@ def test_who_ran_is_known_of_a_request_that_was_cancelled(
     who, digest, claims = callers(world)[0]
     started: list[Running] = []
     ended = world.node.completions.recorder.ended
-    world.node.completions.recorder.ended = lambda r: (started.append(r), ended(r))  # type: ignore[method-assign,assign,return-value]
+
+    def seen(running: Running) -> None:
+        started.append(running)
+        ended(running)
+
+    world.node.completions.recorder.ended = seen  # type: ignore[method-assign]  # a probe
     stream = world.client(digest, **claims).completions.create(
         model="any", prompt="w1", max_tokens=900, stream=True
     )

@@ -148,4 +148,4 @@ def test_a_step_splits_into_one_for_each_sequence() -> None:
 )
 def test_sizes_that_do_not_fit_each_other_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(WorkspaceError):
-        Workspace(**wrong)  # type: ignore[arg-type]
+        Workspace(**wrong)  # type: ignore[arg-type]  # wrong on purpose

@@ -70,6 +70,7 @@ def reading(check: Check, what: str, findings: list[Finding]) -> Iterator[None]:
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise CheckFaultError(f"{what}: {type(error).__name__}: {error}") from error
     except Exception as error:
+        # Libraries raise what they like on a hostile adapter: a finding, unless memory ran out.
         message = f"{type(error).__name__}: {error}"
         if any(word in message.lower() for word in _MEMORY_WORDS):
             raise CheckFaultError(f"{what}: {message}") from error
