@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import text
@@ -44,7 +44,7 @@ _UPSERT = text(
 )
 # A node is heard while its lease runs, and may serve unheard until its revocation list expires. Its
 # clock may be behind by as much as a list may come from its future.
-_SERVING_UNTIL = (
+SERVING_UNTIL: Final = (
     f"greatest(n.lease_until, n.fresh_until + make_interval(secs => {limits.CLOCK_SKEW_SECONDS}))"
 )
 
@@ -130,7 +130,7 @@ def revocation_nodes_insert(session: Session, artifact: ArtifactRow, *, at: date
         text(
             "INSERT INTO revocation_node (tenant_id, artifact_digest, node) "
             "SELECT :tenant_id, :digest, n.name FROM node n WHERE n.base_digest = :base "
-            f"AND {_SERVING_UNTIL} > :at"
+            f"AND {SERVING_UNTIL} > :at"
         ),
         {
             "tenant_id": artifact.tenant_id,
@@ -159,7 +159,7 @@ def revocation_show(session: Session, tenant_id: UUID, digest: str) -> dict[str,
         text(
             "SELECT o.node, o.acknowledged_at, o.freed_bytes, o.purged_blocks, CASE "
             "WHEN o.acknowledged_at IS NOT NULL THEN 'ACKNOWLEDGED' "
-            f"WHEN {_SERVING_UNTIL} > now() THEN 'OUTSTANDING' ELSE 'LOST' END AS state "
+            f"WHEN {SERVING_UNTIL} > now() THEN 'OUTSTANDING' ELSE 'LOST' END AS state "
             "FROM revocation_node o JOIN node n ON n.name = o.node "
             "WHERE o.tenant_id = :tenant_id AND o.artifact_digest = :digest ORDER BY o.node"
         ),
@@ -218,7 +218,7 @@ def revocation_acknowledge(
 _OUTSTANDING = (
     "SELECT 1 FROM revocation_node o JOIN node n ON n.name = o.node "
     "WHERE o.tenant_id = r.tenant_id AND o.artifact_digest = r.artifact_digest "
-    f"AND o.acknowledged_at IS NULL AND {_SERVING_UNTIL} > now()"
+    f"AND o.acknowledged_at IS NULL AND {SERVING_UNTIL} > now()"
 )
 
 

@@ -10,11 +10,15 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
+from registry_service.store.nodes import SERVING_UNTIL
 
 _UNTIL = "CAST(:at AS timestamptz) + make_interval(secs => :seconds)"
+# A node that is heard does not hold what it does not renew; one that is not heard may serve it
+# until its revocation list expires.
 _LAPSED = text(
-    "DELETE FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
-    "AND lease_until <= :at"
+    "DELETE FROM placement p USING node n WHERE p.tenant_id = :tenant_id "
+    "AND p.artifact_digest = :digest AND p.lease_until <= :at AND n.name = p.node "
+    f"AND (n.lease_until > :at OR {SERVING_UNTIL} <= :at)"
 )
 _OTHERS = text(
     "SELECT count(*) FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
@@ -30,7 +34,7 @@ _RENEW = text(
     f"UPDATE placement p SET lease_until = {_UNTIL} "
     "FROM unnest(CAST(:tenants AS uuid[]), CAST(:digests AS text[])) AS held (tenant_id, digest) "
     "WHERE p.node = :node AND p.tenant_id = held.tenant_id AND p.artifact_digest = held.digest "
-    "AND p.lease_until > :at RETURNING p.tenant_id, p.artifact_digest"
+    "RETURNING p.tenant_id, p.artifact_digest"
 )
 _RELEASE = text(
     "DELETE FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
@@ -43,8 +47,8 @@ def placement_grant(
 ) -> datetime | None:
     """Grant or renew a node's lease; its end, or None when ``replicas`` other nodes hold theirs.
 
-    The caller holds the artifact's row lock. Lapsed leases are deleted first: a renewal that comes
-    at the same moment either was before it, and is counted, or finds its row gone.
+    The caller holds the artifact's row lock. Leases that ended are deleted first: a renewal that
+    comes at the same moment either was before it, and is counted, or finds its row gone.
     """
     values = {
         "tenant_id": tenant_id,
@@ -63,7 +67,7 @@ def placement_grant(
 def placements_renew(
     session: Session, node: str, held: Sequence[tuple[UUID, str]], at: datetime
 ) -> set[tuple[UUID, str]]:
-    """Renew those of a node's leases that still run; which ones they were."""
+    """Renew those of a node's leases that nobody ended; which ones they were."""
     values = {
         "node": node,
         "tenants": [str(tenant_id) for tenant_id, _ in held],

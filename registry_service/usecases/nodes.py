@@ -99,13 +99,15 @@ def node_heartbeat(
         row = store.node_get(session, node)
         if row.subject != principal.subject:
             raise ForbiddenError("expected a node of this token, got another's")
+    lost = placements_renew(context, row, residents)
+    with tenant_transaction(context, PLATFORM) as session:
         store.node_renew(session, node, feed_index=feed_index, residents=residents, at=now)
     with reading(context) as session:
         revoked = _revoked(session, row, residents)
     return {
         "leaseSeconds": limits.NODE_LEASE_SECONDS,
         "revocations": revoked,
-        "lostPlacements": placements_renew(context, row, residents),
+        "lostPlacements": lost,
     }
 
 

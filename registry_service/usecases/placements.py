@@ -71,7 +71,8 @@ def placements_renew(
 ) -> list[dict[str, Any]]:
     """Renew the leases of what a node reports; those that it lost, in wire form.
 
-    A lease that lapsed unseen is given back when nobody took the place meanwhile.
+    A lease that ended unseen is given back when nobody took the place meanwhile. Renew before the
+    node is heard of: from then on, what it does not renew is ended.
     """
     held = [
         (UUID(item["tenantId"]), Digest(item["adapterDigest"]))

@@ -21,6 +21,7 @@ from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
 )
+from registry_service.domain.roles import PLATFORM
 from registry_service.usecases.context import reading, tenant_transaction
 from tests.integration.conftest import World
 from tests.integration.test_races import at_once
@@ -70,11 +71,23 @@ def holders(world: World, digest: str) -> dict[str, datetime]:
 
 
 def lapse(world: World, owner: str, node: str) -> None:
-    """The node was not heard of for as long as its lease ran."""
+    """The node was heard of, and renewed nothing for as long as its lease ran."""
     with tenant_transaction(world.context, owner) as session:  # type: ignore[arg-type]  # as text
         session.execute(
             text("UPDATE placement SET lease_until = now() - interval '1 ms' WHERE node = :n"),
             {"n": node},
+        )
+
+
+def silence(world: World, node: str, *, fresh: timedelta) -> None:
+    """The node was not heard of while its own lease ran; its list holds as long as said."""
+    with tenant_transaction(world.context, PLATFORM) as session:
+        session.execute(
+            text(
+                "UPDATE node SET lease_until = now() - interval '1 ms', "
+                "fresh_until = now() + :fresh WHERE name = :n"
+            ),
+            {"n": node, "fresh": fresh},
         )
 
 
@@ -122,6 +135,25 @@ def test_a_lease_is_renewed_with_the_heartbeat_and_a_dead_nodes_runs_out(
     assert beat(nodes["node-1"], "node-1", owner, digest, "STORED") == []
     assert holders(world, digest)["node-1"] == before
     lapse(world, owner, "node-1")
+    nodes["node-2"].placement_take("node-2", TENANT, digest)
+    assert set(holders(world, digest)) == {"node-2"}
+
+
+def test_the_place_of_a_silent_node_is_free_when_its_list_has_expired_and_not_before(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digest, owner = admit(world, tmp_path / "a"), tenant_id(world)
+    nodes["node-1"].placement_take("node-1", TENANT, digest)
+    lapse(world, owner, "node-1")
+    silence(world, "node-1", fresh=timedelta(minutes=1))
+    with pytest.raises(ConflictError, match="expected fewer than 1 other nodes"):
+        nodes["node-2"].placement_take("node-2", TENANT, digest)
+    # It is heard again, and has never lost its place.
+    assert beat(nodes["node-1"], "node-1", owner, digest) == []
+    with pytest.raises(ConflictError, match="expected fewer than 1 other nodes"):
+        nodes["node-2"].placement_take("node-2", TENANT, digest)
+    lapse(world, owner, "node-1")
+    silence(world, "node-1", fresh=-timedelta(minutes=10))
     nodes["node-2"].placement_take("node-2", TENANT, digest)
     assert set(holders(world, digest)) == {"node-2"}
 
