@@ -63,7 +63,9 @@ class Node:
             loaded.model,
             stop_tokens=loaded.stop_tokens,
             workspace=replace(
-                Workspace.of(loaded.max_tokens),
+                Workspace.of(
+                    loaded.max_tokens, lanes=load_limits.running, tokens=load_limits.tokens
+                ),
                 adapters=load_limits.adapters,
                 rank=load_limits.rank,
             ),

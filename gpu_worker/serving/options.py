@@ -27,12 +27,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """What adapters may take on a node. Sizes in bytes; 0 is as much as the node has.
+    """What adapters and requests may take on a node. Sizes in bytes; 0 is as much as the node has.
 
+    ``running`` requests run at once, each of at most ``tokens`` tokens of prompt and answer.
     ``adapters`` and ``rank`` are those of the bank, ``sequences`` run at once on one adapter.
     """
 
     memory: int = 0
+    running: int = limits.NODE_RUNNING
+    tokens: int = limits.NODE_TOKENS
     adapters: int = limits.NODE_ADAPTERS
     rank: int = limits.NODE_RANK
     adapter_bytes: int = limits.WEIGHT_BYTES
@@ -65,6 +68,8 @@ class Options:
 # Flag, the most it may be, its default (0: as much as there is), and what it says.
 _LIMITS: Final = (
     ("--memory-mib", 64 * limits.MIB, 0, "memory of the node; default: a part of the device's"),
+    ("--max-running", 256, limits.NODE_RUNNING, "requests that run at once; the others wait"),
+    ("--max-tokens", 2**20, limits.NODE_TOKENS, "prompt and answer of one that runs, as memory"),
     ("--max-adapters", 4096, limits.NODE_ADAPTERS, "adapters that are resident at once"),
     ("--max-rank", limits.RANK, limits.NODE_RANK, "largest rank; every adapter pays for it"),
     ("--max-adapter-mib", limits.WEIGHT_BYTES // limits.MIB, 4096, "largest adapter's files"),
@@ -144,6 +149,8 @@ def _number(most: int) -> Callable[[str], int]:
 def _limits(given: argparse.Namespace) -> LoadLimits:
     return LoadLimits(
         memory=given.memory_mib * limits.MIB,
+        running=given.max_running,
+        tokens=given.max_tokens,
         adapters=given.max_adapters,
         rank=given.max_rank,
         adapter_bytes=given.max_adapter_mib * limits.MIB,

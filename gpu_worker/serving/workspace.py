@@ -44,9 +44,10 @@ class Workspace:
     grouped: bool = False
 
     @classmethod
-    def of(cls, positions: int) -> Workspace:
-        """The usual sizes, with lanes no longer than the positions that a base has."""
-        return cls(lane_tokens=min(_LANE_TOKENS, positions // BLOCK_TOKENS * BLOCK_TOKENS))
+    def of(cls, positions: int, *, lanes: int = 16, tokens: int = _LANE_TOKENS) -> Workspace:
+        """Lanes of whole blocks with room for ``tokens``, no longer than the base's positions."""
+        wanted = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        return cls(lanes=lanes, lane_tokens=min(wanted, positions // BLOCK_TOKENS * BLOCK_TOKENS))
 
     def __post_init__(self) -> None:
         if min(self.lanes, self.adapters, self.rank, self.outstanding) < 1:

@@ -120,7 +120,9 @@ SLOT_TENANT_BYTES: Final = 4 * GIB
 SLOT_NODE_BYTES: Final = 32 * GIB
 SESSION_CHARS: Final = 256
 
-# Loading adapters on a serving node
+# What a serving node takes at its start, and loads
+NODE_RUNNING: Final = 16
+NODE_TOKENS: Final = 2048
 ADAPTER_SEQUENCES: Final = 128
 NODE_ADAPTERS: Final = 16
 NODE_RANK: Final = 16

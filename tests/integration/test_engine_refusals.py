@@ -93,6 +93,8 @@ def test_lanes_beyond_the_positions_of_a_base_are_refused() -> None:
         _engine(ew.base_build("llama", max_position_embeddings=128))
     assert Workspace.of(128).lane_tokens == 128
     assert Workspace.of(1000).lane_tokens == 960
+    assert Workspace.of(1000, tokens=130).lane_tokens == 192
+    assert Workspace.of(64, lanes=2, tokens=1).lanes == 2
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,16 @@ def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
     limits = options_parse(NEEDED).limits
     assert limits == LoadLimits()
     assert (limits.adapters, limits.rank, limits.memory, limits.tenant_bytes) == (16, 16, 0, 0)
+    assert (limits.running, limits.tokens) == (16, 2048)
     assert limits.queue.waiting_each == limits.sequences
     given = ["--memory-mib", "2048", "--max-adapters", "32", "--max-rank", "64"]
+    given += ["--max-running", "32", "--max-tokens", "512"]
     given += ["--max-adapter-mib", "100", "--max-sequences", "8", "--max-tenant-adapters", "4"]
     given += ["--max-tenant-mib", "300", "--max-tenant-loads", "5"]
     assert options_parse([*NEEDED, *given]).limits == LoadLimits(
         memory=2048 * MIB,
+        running=32,
+        tokens=512,
         adapters=32,
         rank=64,
         adapter_bytes=100 * MIB,
@@ -63,6 +67,8 @@ def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
         ("--max-adapters", "0"),
         ("--max-adapters", "-1"),
         ("--max-rank", "513"),
+        ("--max-running", "257"),
+        ("--max-tokens", "0"),
         ("--max-rank", "8.0"),
         ("--memory-mib", "x"),
         ("--max-sequences", "9" * 30),
