@@ -1,7 +1,8 @@
 """What a base is to the engine, found out by one forward before it serves; or why it cannot.
 
 Nothing that changes a result is ever ignored: a base is refused unless every layer's attention goes
-through the interface, and unless the positions of a request decide its rotations alone.
+through the interface, unless the engine knows which keys each layer sees, and unless the positions
+of a request decide its rotations alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from gpu_worker.serving.lanes import LayerShape
 from gpu_worker.serving.sequence import EngineError
 from gpu_worker.serving.workspace import ROW_STEP
 
+_SLIDING: Final = "sliding_attention"
+_MASKS: Final = frozenset({"full_attention", _SLIDING})
 # Rotations that change for every position once any one in the batch is beyond a length.
 _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
 
@@ -39,13 +42,15 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
         self.calls = 0
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: attention.Scores
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: attention.Scores
     ) -> Tensor:
         """Zeros of the right shape."""
         self.calls += 1
+        self.windows[layer] = scores.window
         self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -80,6 +85,7 @@ def inspect_base(model: PreTrainedModel, lane_tokens: int) -> Inspection:
             f"{name}: expected {count} layers to attend through transformers' AttentionInterface, "
             f"got {len(probe.layers)}; a base that attends in its own way is not served"
         )
+    _masks_check(model, probe.windows, lane_tokens)
     modules = {n: m for n, m in model.named_modules() if rows.get(n) == [ROW_STEP]}
     if not any(module is head for module in modules.values()):
         raise EngineError(f"{name}: expected an output head that sees each token once")
@@ -132,6 +138,29 @@ def _rows_noted(model: nn.Module) -> Iterator[dict[str, list[int]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _masks_check(
+    model: PreTrainedModel, windows: Mapping[int, int | None], lane_tokens: int
+) -> None:
+    """Models tell their mask function which keys a layer sees, and the engine has none."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    chunk = getattr(config, "attention_chunk_size", None)
+    if "chunked_attention" in kinds and (chunk is None or chunk < lane_tokens):
+        raise EngineError(
+            f"{name}: attends in chunks of {chunk} tokens, which is not implemented; "
+            f"expected lanes of at most that, got {lane_tokens}"
+        )
+    unknown = sorted(set(kinds) - _MASKS - {"chunked_attention"})
+    if unknown:
+        raise EngineError(f"{name}: attention of kind {', '.join(unknown)} is not implemented")
+    for layer, kind in enumerate(kinds):
+        if kind == _SLIDING and windows.get(layer) is None:
+            raise EngineError(
+                f"{name}: layer {layer}: expected the window of {_SLIDING} with its attention, "
+                "got none"
+            )
 
 
 def _positions_check(model: PreTrainedModel, lane_tokens: int) -> None:
