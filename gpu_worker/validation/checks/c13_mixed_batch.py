@@ -8,8 +8,8 @@ answers are not compared: in 16 bits the rounding of a first layer grows, throug
 size of what a small adapter does, and such a comparison would see nothing. The bounds are those of
 arithmetic, so they hold on every device; on CPUs correct batches stay below half of them.
 
-Some kinds cannot be mixed; a scheduler then groups their requests by identity, which this check
-reports. PEFT leaves its hooks behind when a mixed batch fails, so this check runs last, and the
+Some kinds PEFT does not mix, which this check reports: an engine that runs adapters as PEFT does has
+to give them batches of their own. PEFT leaves its hooks behind when a mixed batch fails, so this check runs last, and the
 process ends after it.
 """
 
@@ -65,7 +65,7 @@ def mixed_batch_check(model: PeftModel, inputs: Inputs) -> tuple[list[Finding], 
         logits_of(model, batch, adapter_names=list(ROWS))
     if failed:
         expected = "rows of several adapters in one batch"
-        got = f"{failed[0].got}: its requests are grouped by identity"
+        got = f"{failed[0].got}: PEFT runs it in batches of its own only"
         code = Code.MIXED_BATCH_UNSUPPORTED
         return [info(Check.MIXED_BATCH, code, "adapter", expected, got)], {"mixed": False}
     if comparison.modules == 0:
