@@ -10,8 +10,10 @@ from pathlib import Path
 
 from bench.check import check
 from bench.decode import decode
+from bench.http import http
 from bench.llama70b import llama70b
 from bench.load import load
+from bench.prefix import prefix
 from bench.publish import publish
 from bench.resolve import resolve
 from bench.revoke import revoke
@@ -24,7 +26,7 @@ from bench.validate import validate
 def main() -> None:
     """Run all benchmarks."""
     rows = check() + llama70b() + startup() + validate()
-    rows += decode() + load() + slots()
+    rows += decode() + load() + slots() + prefix() + http()
     with stand() as (world, pid, environment):
         rows += publish(world, pid)
         rows += resolve(world)

