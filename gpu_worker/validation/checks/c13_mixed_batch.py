@@ -9,8 +9,8 @@ size of what a small adapter does, and such a comparison would see nothing. The 
 arithmetic, so they hold on every device; on CPUs correct batches stay below half of them.
 
 Some kinds PEFT does not mix, which this check reports: an engine that runs adapters as PEFT does
-has to give them batches of their own. PEFT leaves its hooks behind when a mixed batch fails, so this
-check runs last, and the process ends after it.
+has to give them batches of their own. PEFT leaves its hooks behind when a mixed batch fails, so
+this check runs last, and the process ends after it.
 """
 
 from __future__ import annotations
