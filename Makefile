@@ -43,7 +43,8 @@ test-oracle: $(STAMP)  ## 2,000 random configs: expected tensors against PEFT's
 	$(BIN)/python -m pytest tests/contract/test_peft_random.py --oracle-configs 2000 -s
 
 test-soak: $(STAMP)  ## 2,000 requests over twelve adapters: every answer is its own adapter's
-	$(BIN)/python -m pytest tests/integration/test_serving_soak.py --soak-requests 2000 -s
+	$(BIN)/python -m pytest tests/integration/test_serving_soak.py \
+	  tests/integration/test_serving_http_soak.py --soak-requests 2000 -s
 
 check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files, codes explained
 	$(BIN)/ruff format --check .

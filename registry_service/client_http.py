@@ -108,9 +108,9 @@ class HttpSession:
                 if not response.is_success and response.status_code != 304:
                     raise error_of(response, _error_body(response))
                 yield response
-        except httpx.UnsupportedProtocol as error:
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise MalformedError(f"url: {error}") from error
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise UnavailableError(
                 f"no answer from {self.url} ({_reason(error)}); is the service running?"
             ) from error
@@ -130,8 +130,12 @@ class HttpSession:
 
         Raises:
             RefusedError: a Location that leads to another host, which must not get the token.
+            UnavailableError: a Location that is no address.
         """
-        address = urljoin(self.url + "/", path)
+        try:
+            address = str(httpx.URL(urljoin(self.url + "/", path)))
+        except (ValueError, httpx.InvalidURL) as error:
+            raise UnavailableError(f"{self.url} sent us to no address: {error}") from error
         if urlsplit(address)[:2] != urlsplit(self.url)[:2]:
             raise RefusedError(f"{self.url} sent us to another host, which is refused")
         return address
@@ -209,7 +213,7 @@ def _error_body(response: httpx.Response) -> Any:
         return None
 
 
-def _reason(error: httpx.TransportError) -> str:
+def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 

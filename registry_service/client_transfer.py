@@ -316,7 +316,10 @@ def _upload_begin(session: HttpSession, tenant: str, adapter: str) -> str:
     response = session.request(
         "POST", path_of("v2", tenant, adapter, "blobs", "uploads") + "/", content=b""
     )
-    return session.address(response.headers["location"])
+    location = response.headers.get("location")
+    if location is None:
+        raise UnavailableError(f"{session.url} began an upload and did not say where")
+    return session.address(location)
 
 
 def _upload_offset(session: HttpSession, location: str) -> tuple[str, int]:

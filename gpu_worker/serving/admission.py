@@ -6,7 +6,7 @@ admitted with; 3. the files are
 pulled, unless they lie there from before; 4. they are read once and hashed against the verdict;
 5. config, header and tensors agree exactly with the catalog, and neither weights nor tensors are
 those of a revoked one; 6. the tensors of that very buffer are attached; 7. they are applied to as
-many modules as expected; 8. the base's parameters hash as before.
+many modules as expected; 8. the base's parameters are as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from registry_service.domain.digests import Digest, digest_equal
 from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
-    RegistryError,
     UntrustedError,
 )
 from registry_service.domain.manifest import WEIGHT_PATH, manifest_parse
@@ -51,7 +50,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A loaded adapter: what its verdict says, the digests it may be revoked by, resident bytes.
+    """A loaded adapter: what its verdict says, and its resident bytes.
 
     ``chat_template`` is its own; None where it has its base's.
     """
@@ -59,8 +58,11 @@ class Admitted:
     claims: VerdictClaims
     chat_template_digest: Digest
     chat_template: str | None
-    revocable: tuple[Digest, ...]
     size: int
+
+
+class RevokedBytesError(RefusedError):
+    """The adapter's weights or tensors are those of a revoked one."""
 
 
 class AdapterHost(Protocol):
@@ -102,6 +104,8 @@ class Admission:
         self._held = held
         self._now = now
         self._base_unchanged = base_unchanged
+        # What the engine may have something of.
+        self._attached: set[Key] = set()
         self._catalogs: frozenset[Digest] = frozenset()
 
     def verdict(
@@ -161,43 +165,50 @@ class Admission:
             raise UntrustedError("a verdict over a catalog that this node's base has not")
 
     def load(self, claims: VerdictClaims, most_rank: int) -> Admitted:
-        """Steps 3 to 8. When it raises, nothing of the adapter is loaded.
+        """Steps 3 to 8. When it raises, ``detach`` lets go of what was attached.
 
         Raises:
-            RegistryError: with the reason.
+            RevokedBytesError: its bytes are those of a revoked one. RegistryError: another reason.
         """
         key = Key(claims.tenant_id, claims.adapter_digest)
         read = adapter_read(self._files(key, claims), self.base)
         if read.rank > most_rank:
             raise RefusedError(f"adapter: expected a rank of at most {most_rank}, got {read.rank}")
-        revocable = (dict(claims.files)[WEIGHT_PATH], read.content_digest)
-        if self._held.find(key.tenant_id, key.digest, *revocable):
-            raise RefusedError("adapter: its weights or tensors are those of a revoked one")
+        weights = dict(claims.files)[WEIGHT_PATH]
+        self._store.revocable_write(key, weights, read.content_digest)
+        if self._held.find(key.tenant_id, key.digest, weights, read.content_digest):
+            raise RevokedBytesError("adapter: its weights or tensors are those of a revoked one")
         declared = (read.declaration.tenant, read.declaration.adapter)
         if declared != (claims.tenant, claims.adapter):
             raise UntrustedError("a declaration of another tenant or adapter than the verdict's")
-        try:
-            applied, size = self._engine.attach(key, read.adapter)
-        except (LoraError, EngineError) as error:
-            raise RefusedError(f"adapter: does not load: {error}") from error
-        try:
-            if applied != read.modules:
-                raise RefusedError(f"adapter: expected {read.modules} modules, got {applied}")
-            if not self._base_unchanged():
-                raise RefusedError("adapter: the base's parameters changed while it was loaded")
-        except BaseException:
-            # Whatever stopped it, what was not verified does not stay attached.
-            self._engine.detach(key)
-            raise
+        applied, size = self._attach(key, read.adapter)
+        if applied != read.modules:
+            raise RefusedError(f"adapter: expected {read.modules} modules, got {applied}")
+        if not self._base_unchanged():
+            raise RefusedError("adapter: the base's parameters changed while it was loaded")
         template = Digest(read.declaration.chat_template_digest)
-        return Admitted(claims, template, read.chat_template, revocable, size)
+        return Admitted(claims, template, read.chat_template, size)
 
-    def forget(self, key: Key) -> None:
-        """Remove what a load that failed has fetched."""
+    def detach(self, key: Key) -> None:
+        """Let go of an adapter's weights, if the engine has any: asked again, it goes on.
+
+        Raises:
+            EngineError: it is in use; nothing changed.
+        """
+        if key in self._attached:
+            self._engine.detach(key)
+            self._attached.discard(key)
+
+    def _attach(self, key: Key, adapter: Adapter) -> tuple[int, int]:
+        self._attached.add(key)
         try:
-            self._store.remove(key)
-        except RegistryError as error:
-            _LOG.warning("%s: files of a failed load stay: %s", key.digest, error.message)
+            return self._engine.attach(key, adapter)
+        except BaseException as error:
+            # Whatever stopped it, the engine has nothing of what it did not attach.
+            self._attached.discard(key)
+            if isinstance(error, LoraError | EngineError):
+                raise RefusedError(f"adapter: does not load: {error}") from error
+            raise
 
     def _files(self, key: Key, claims: VerdictClaims) -> dict[str, Sealed]:
         folder = self._store.folder(key)
@@ -206,6 +217,6 @@ class Admission:
                 return files_read(folder, claims.files)
             except UntrustedError as error:
                 _LOG.warning("%s: %s; pulled again", key.digest, error.message)
-                self._store.remove(key)
+                self._store.files_remove(key)
         self._client.pull(claims.tenant, claims.adapter, claims.adapter_digest, folder)
         return files_read(folder, claims.files)

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.to_thread
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.context import Context
 from starlette.types import Receive, Scope, Send
@@ -27,27 +27,13 @@ from gpu_worker.serving.openai_answers import (
 from gpu_worker.serving.openai_bodies import ChatBody
 from gpu_worker.serving.reading import Piece, Reading, TokenText
 from gpu_worker.serving.recorder import Recorder
-from gpu_worker.serving.running import Running
+from gpu_worker.serving.running import AnswerCancelledError, Running
 from gpu_worker.serving.sequence import CANCELLED, EngineError
 from registry_service.domain.errors import RegistryError, UnavailableError
 
-_WATCH_SECONDS: Final = 0.1
 _GONE: Final = "gone"
 _FAILED: Final = "failed"
 _T = TypeVar("_T")
-
-
-class AnswerCancelledError(UnavailableError):
-    """The node let go of the request before its answer was whole."""
-
-    code = "CANCELLED"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the answer was cancelled before its end: the node stops, or what it ran on was "
-            "withdrawn",
-            retry_after=1,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,7 @@ class Answering:
     recorder: Recorder
     threads: anyio.CapacityLimiter
 
-    async def respond(self, request: Request, running: Running, caller: Context) -> Response:
+    async def respond(self, running: Running, caller: Context) -> Response:
         """The answer's beginning, or all of it. The request is over when it raises.
 
         Raises:
@@ -69,7 +55,7 @@ class Answering:
         try:
             if running.request.body.stream:
                 return await work.stream()
-            return await work.whole(request)
+            return await work.whole()
         except BaseException as error:
             # Also a cancelled task: the request leaves the engine on every way out.
             work.finish(error)
@@ -109,22 +95,11 @@ class _Work:
             outcome = _FAILED if isinstance(error, Exception) else _GONE
         self._parts.recorder.finished(self._running, self._caller, outcome, good=error is None)
 
-    async def whole(self, request: Request) -> Response:
+    async def whole(self) -> Response:
         """Everything at once."""
-        outcome: list[tuple[list[Piece], str]] | RegistryError = []
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch, request)
-            try:
-                outcome = await self._in_thread(self._choices)
-            except RegistryError as error:
-                outcome = error
-            finally:
-                self._running.cancel()
-                group.cancel_scope.cancel()
-        if isinstance(outcome, RegistryError):
-            raise outcome
+        choices = await self._in_thread(self._choices)
         self.finish()
-        document = answer(self._heading, outcome, self._usage(), probabilities=self._probabilities)
+        document = answer(self._heading, choices, self._usage(), probabilities=self._probabilities)
         return JSONResponse(document)
 
     async def stream(self) -> Response:
@@ -212,13 +187,6 @@ class _Work:
         return await anyio.to_thread.run_sync(
             work, abandon_on_cancel=True, limiter=self._parts.threads
         )
-
-    async def _watch(self, request: Request) -> None:
-        while not self._running.ended:
-            if await request.is_disconnected():
-                self._running.cancel()
-                return
-            await anyio.sleep(_WATCH_SECONDS)
 
 
 class _Events(StreamingResponse):

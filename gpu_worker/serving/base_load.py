@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -47,32 +48,39 @@ class LoadedBase:
 
 
 class Text:
-    """The base's tokenizer, one caller at a time: fast tokenizers are not re-entrant."""
+    """The base's tokenizer, one caller at a time: fast tokenizers are not re-entrant.
+
+    What decodes is a copy of its own: the model's thread decodes, and never waits for a prompt that
+    is encoded, which takes long.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self._tokenizer, self._decoder = tokenizer, copy.deepcopy(tokenizer)
+        self._encoding, self._decoding = threading.Lock(), threading.Lock()
+        self.token_chars: int = 1 + max(map(len, tokenizer.get_vocab()))
+        """The most characters of a prompt for one token: its longest, and what parts it from the
+        next, which some tokenizers drop."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a prompt, with the special ones that the tokenizer adds."""
-        with self._lock:
+        with self._encoding:
             return tuple(self._tokenizer(text)["input_ids"])
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered chat, whose template wrote the special ones itself."""
-        with self._lock:
+        with self._encoding:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones."""
-        with self._lock:
-            text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        with self._decoding:
+            text: str = self._decoder.decode(tokens, skip_special_tokens=True)
         return text
 
     def token_text(self, token: int) -> str:
         """One token by itself, special ones included."""
-        with self._lock:
-            text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        with self._decoding:
+            text: str = self._decoder.decode([token], skip_special_tokens=False)
         return text
 
     @property

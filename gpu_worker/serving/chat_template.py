@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 from gpu_worker.serving.openai_bodies import BodyError, Message
+from gpu_worker.serving.places import Places, TurnLock
 from gpu_worker.serving.template_process import MEMORY_EXIT
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
@@ -38,12 +40,16 @@ _ANSWER_BYTES: Final = 12 * limits.TEMPLATE_CHARS + limits.KIB
 
 
 class ChatTemplates:
-    """Renders chats, one at a time. Thread-safe."""
+    """Renders chats, one at a time; tenants take turns. Thread-safe."""
 
     def __init__(self, special_tokens: Mapping[str, str], *, now: Callable[[], datetime]) -> None:
         """``special_tokens`` are the tokenizer's by name (``bos_token`` …), as templates use."""
         self._special_tokens = dict(special_tokens)
         self._now = now
+        self._places = Places(
+            "chats to be rendered", tenant_most=limits.TENANT_RENDERINGS, most=limits.RENDERINGS
+        )
+        self._turns = TurnLock()
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._refused: dict[Digest, None] = {}
@@ -53,12 +59,13 @@ class ChatTemplates:
         with self._lock:
             self._end()
 
-    def render(self, template: str, messages: Sequence[Message]) -> str:
-        """The prompt of a chat, up to where the assistant speaks next.
+    def render(self, template: str, messages: Sequence[Message], tenant_id: UUID) -> str:
+        """The prompt of a tenant's chat, up to where the assistant speaks next.
 
         Raises:
             BodyError: there is no template, it refuses these messages, or goes beyond its bounds.
-            UnavailableError: it was not rendered in time, or the process died otherwise.
+            UnavailableError: too many wait, it was not rendered in time, or the process died
+                otherwise; of these TooManyRequestsError: too many of this tenant's wait.
         """
         if not template:
             raise BodyError(
@@ -78,8 +85,9 @@ class ChatTemplates:
                 "add_generation_prompt": True,
             },
         }
-        with self._lock:
-            return self._render(digest, json.dumps(frame).encode())
+        content = json.dumps(frame).encode()
+        with self._places.held(tenant_id), self._turns.held(tenant_id), self._lock:
+            return self._render(digest, content)
 
     def _render(self, digest: Digest, frame: bytes) -> str:
         if digest in self._refused:

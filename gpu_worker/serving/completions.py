@@ -14,13 +14,15 @@ from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.gate import DeniedError, Gate
 from gpu_worker.serving.meter import request_tuple
 from gpu_worker.serving.openai_bodies import Body, PromptTooLongError
+from gpu_worker.serving.places import Places
 from gpu_worker.serving.prompts import Prompts
 from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Lease, Residents
-from gpu_worker.serving.running import Marks, OpenRequests, Request, Running
+from gpu_worker.serving.running import Caller, Marks, OpenRequests, Request, Running
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job, TooLongError
 from gpu_worker.serving.turns import Turns
+from registry_service.domain import limits
 from registry_service.domain.errors import RegistryError, UnavailableError
 from registry_service.trust.routing_context import RoutingContext
 
@@ -52,26 +54,37 @@ class Completions:
     ) -> None:
         self.base = base
         self.text = prompts.text
-        self.residents = serving.residents
         self.recorder = recorder
         self.requests = requests or OpenRequests()
+        # Far fewer than the threads that start requests: the others find one.
+        self._loads = Places(
+            "requests that wait for an adapter",
+            tenant_most=limits.TENANT_LOAD_WAITS,
+            most=limits.LOAD_WAITS,
+        )
         self._gate = gate
         self._prompts = prompts
         self._serving = serving
         self._stopping = False
 
     @property
+    def engine_alive(self) -> bool:
+        """False when the model's thread is dead, which only another process mends."""
+        return self._serving.engine.alive
+
+    @property
     def unready_reason(self) -> str | None:
         """Why no new work is accepted, or None when it is."""
         if self._stopping:
             return STOPPING
-        if not self._serving.engine.alive:
+        if not self.engine_alive:
             return "the engine is stopped"
         return self._serving.follower.stale_reason
 
     def stop(self) -> None:
-        """Accept nothing new from now on; what runs goes on. Safe in a signal handler."""
+        """Accept nothing new, and hand back what waits for an adapter; what runs goes on."""
         self._stopping = True
+        self._serving.residents.stop()
 
     def start(
         self,
@@ -80,95 +93,99 @@ class Completions:
         parse: Callable[[bytes], Body],
         *,
         request_id: str,
+        caller: Caller | None = None,
     ) -> Running:
         """Check a request in order (node, identity, form, adapter, prompt) and start it.
+
+        A ``caller`` that leaves meanwhile is not waited for: what has not begun does not begin.
 
         Raises:
             DeniedError: not allowed, for whatever reason. BodyError: the body. UnavailableError:
             not now; of these TooManyRequestsError: this tenant has its share.
         """
-        marks = Marks()
+        marks, caller = Marks(), caller or Caller()
         self._accept_check()
         context = self._gate.enter(token, content)
+        caller.who = request_tuple(context)
         body = parse(content)
         marks.allowed = time.time_ns()
-        who = request_tuple(context)
-        with ExitStack() as held:
-            self.requests.place_take(who.tenant_id, body.n)
-            held.callback(self.requests.place_release, who.tenant_id, body.n)
-            lease = None if context.adapter is None else self._lease(context, context.adapter)
-            if lease is not None:
-                held.callback(lease.release)
-            marks.loaded = time.time_ns()
-            template = None if lease is None else lease.chat_template
-            prompt, most = self._prompts.tokens(body, template)
-            turn = self._serving.turns.begin(context)
-            marks.queued = time.time_ns()
-            job = Job(
-                prompt,
-                most,
-                adapter=None if lease is None else Key(who.tenant_id, who.adapter_digest),
-                root_key=turn.root_key,
-                tenant=who.tenant_id,
-                lane_state=turn.lane_state,
-                on_lane_state=turn.on_lane_state,
-            )
-            request = Request(request_id, who, body, len(prompt), marks)
-            return self._submit(request, job, context, held)
+        running = Running(Request(request_id, caller.who, body, marks), self.recorder.ended)
+        try:
+            running.held.enter_context(self.requests.held(running))
+            caller.follow(running)
+            self._submit(running, self._job(running, context), context)
+        except BaseException as error:
+            # Whatever it was: what began ends, and what never began holds nothing.
+            running.cancel()
+            running.less(body.n - len(running.generations))
+            if isinstance(error, EngineError):
+                raise _refusal(error) from error
+            raise
+        finally:
+            running.less()
+        return running
 
     def _accept_check(self) -> None:
         if reason := self.unready_reason:
             raise UnavailableError(f"no new work is accepted: {reason}", retry_after=1)
 
-    def _lease(self, context: RoutingContext, adapter: str) -> Lease:
-        try:
-            return self.residents.acquire(
-                tenant_id=context.tenant_id,
-                tenant=context.tenant,
-                adapter=adapter,
-                digest=context.adapter_digest,
-                template=context.chat_template_digest,
-            )
-        except UnavailableError:
-            raise
-        except RegistryError as error:
-            raise DeniedError from error
+    def _job(self, running: Running, context: RoutingContext) -> Job:
+        """What the engine is asked for; the adapter is held from here on."""
+        request, marks = running.request, running.request.marks
+        key = template = None
+        if context.adapter is not None:
+            key = Key(context.tenant_id, context.adapter_digest)
+            lease = self._lease(key, context, context.adapter, request.body.n)
+            running.held.callback(lease.release)
+            template = lease.chat_template
+            running.go_check()
+        marks.loaded = time.time_ns()
+        prompt, most = self._prompts.tokens(request.body, template, context.tenant_id)
+        running.prompt_tokens = len(prompt)
+        turn = self._serving.turns.begin(context)
+        running.held.callback(turn.release)
+        marks.queued = time.time_ns()
+        return Job(
+            prompt,
+            most,
+            adapter=key,
+            root_key=turn.root_key,
+            tenant=context.tenant_id,
+            lane_state=turn.lane_state,
+            on_restore_failed=turn.on_restore_failed,
+            on_lane_state=turn.on_lane_state,
+        )
 
-    def _submit(
-        self, request: Request, job: Job, context: RoutingContext, held: ExitStack
-    ) -> Running:
-        running = Running(request, self._let_go(held.pop_all()))
-        self.requests.add(running)
-        count = request.body.n
-        try:
-            for index in range(count):
-                sampling = self._prompts.sampling(request.body, index)
-                generation = self._serving.engine.submit(
-                    replace(
-                        job,
-                        admit=lambda: self._admit(context, running),
-                        on_end=running.less,
-                        sampling=sampling,
-                        # The session goes on with the first answer.
-                        on_lane_state=None if index else job.on_lane_state,
-                    )
+    def _lease(self, key: Key, context: RoutingContext, adapter: str, sequences: int) -> Lease:
+        with ExitStack() as waits:
+            if not self._serving.residents.serving(key):
+                waits.enter_context(self._loads.held(key.tenant_id))
+            try:
+                return self._serving.residents.acquire(
+                    tenant_id=key.tenant_id,
+                    tenant=context.tenant,
+                    adapter=adapter,
+                    digest=key.digest,
+                    template=context.chat_template_digest,
+                    sequences=sequences,
                 )
-                running.generations.append(generation)
-        except EngineError as error:
-            running.cancel()
-            running.less(count - len(running.generations))
-            raise _refusal(error) from error
-        finally:
-            running.less()
-        return running
+            except UnavailableError:
+                raise
+            except RegistryError as error:
+                raise DeniedError from error
 
-    def _let_go(self, held: ExitStack) -> Callable[[Running], None]:
-        def let_go(running: Running) -> None:
-            held.close()
-            self.requests.remove(running)
-            self.recorder.ended(running)
-
-        return let_go
+    def _submit(self, running: Running, job: Job, context: RoutingContext) -> None:
+        for index in range(running.request.body.n):
+            running.go_check()
+            one = replace(
+                job,
+                admit=lambda: self._admit(context, running),
+                on_end=running.less,
+                sampling=self._prompts.sampling(running.request.body, index),
+                # The session goes on with the first answer.
+                on_lane_state=None if index else job.on_lane_state,
+            )
+            running.add(self._serving.engine.submit(one))
 
     def _admit(self, context: RoutingContext, running: Running) -> None:
         """What is checked again when a sequence leaves the queue."""

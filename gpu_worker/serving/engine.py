@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from transformers import PreTrainedModel
@@ -21,11 +22,17 @@ from gpu_worker.serving.adapter import Adapter
 from gpu_worker.serving.prefix import PrefixCache
 from gpu_worker.serving.requests import Requests
 from gpu_worker.serving.runner import Runner
-from gpu_worker.serving.selfcheck import base_check, library_logits, neighbour_check
+from gpu_worker.serving.selfcheck import (
+    NeighbourError,
+    base_check,
+    library_logits,
+    neighbour_check,
+)
 from gpu_worker.serving.sequence import (
     EngineBusyError,
     EngineError,
     Generation,
+    Holder,
     Job,
     TooLongError,
 )
@@ -92,11 +99,22 @@ class Engine:
     def start(self) -> None:
         """Check that neighbours change nothing, then start the model's thread.
 
+        Where requests of several adapters round each other differently, each step runs those of
+        one.
+
         Raises:
             EngineError: the check failed; nothing is served.
         """
         base_check(self._runner, self._library)
-        difference = neighbour_check(self._runner, self.workspace)
+        try:
+            difference = neighbour_check(self._runner, self.workspace)
+        except NeighbourError as error:
+            if self.workspace.grouped:
+                raise
+            _LOG.warning("%s; requests run in groups of one adapter", error)
+            self.workspace = replace(self.workspace, grouped=True)
+            difference = neighbour_check(self._runner, self.workspace)
+        self._requests.grouped = self.workspace.grouped
         _LOG.info("a row alone against a crowded one: largest difference %.2g", difference)
         self._thread.start()
 
@@ -202,9 +220,18 @@ class Engine:
         return self._call(lambda: self._requests.purge(name))
 
     def memory(self) -> Memory:
-        """Bytes held beside the base."""
+        """Bytes held beside the base. On any thread."""
         bank, lanes = self._runner.bank, self._runner.lanes
         return Memory(bank.size, bank.row_size, lanes.size, self._prefix.size)
+
+    def kv(self) -> Mapping[Holder | None, int]:
+        """Bytes of KV by whose it is, lanes and blocks; None has the free lanes. On any thread.
+
+        They are counted from lanes and blocks, each at a moment of its own.
+        """
+        found = Counter(self._runner.lanes.held())
+        found.update(self._prefix.held())
+        return found
 
     @property
     def layers(self) -> tuple[tuple[int, int, int], ...]:

@@ -100,6 +100,7 @@ class Follower:
         for item in answer["lostPlacements"]:
             key = Key(UUID(item["tenantId"]), digest_parse(item["adapterDigest"]))
             residents.placement_lost(key)
+        residents.go_on()
         self._lease_seconds = float(answer["leaseSeconds"])
 
     def list_refresh(self, residents: Residents) -> None:

@@ -30,6 +30,11 @@ FIELDS: Final = (
     "completionTokens",
     "reusedTokens",
     "seconds",
+    "page",
+    "tokens",
+    "reason",
+    "expected",
+    "got",
 )
 _MESSAGE_CHARS: Final = 4096
 

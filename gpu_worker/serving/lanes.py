@@ -6,13 +6,15 @@ a leftover would poison the next request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpu_worker.serving.sequence import EngineError
+from gpu_worker.serving.sequence import EngineError, Holder
 from gpu_worker.serving.workspace import BLOCK_TOKENS
 
 
@@ -76,6 +78,9 @@ class Lanes:
         self.values = [slab(layer, layer.value_size) for layer in layers]
         self._free = list(range(count - 1, -1, -1))
         self._written = [0] * count
+        # Guards the holders alone: everything else is the model's thread's.
+        self._lock = threading.Lock()
+        self._holders: dict[int, Holder] = {}
 
     @property
     def size(self) -> int:
@@ -87,15 +92,35 @@ class Lanes:
         """How many lanes are free."""
         return len(self._free)
 
-    def take(self) -> int:
+    def held(self) -> Mapping[Holder | None, int]:
+        """Bytes of each holder's lanes; None has those that are free or nobody's. On any thread."""
+        lane_bytes = self.size // len(self._written)
+        with self._lock:
+            counts = Counter[Holder | None](self._holders.values())
+        counts[None] = len(self._written) - counts.total()
+        return {holder: count * lane_bytes for holder, count in counts.items()}
+
+    def take(self, holder: Holder | None = None) -> int:
         """The lowest free lane: what is used lies together."""
-        return self._free.pop()
+        lane = self._free.pop()
+        if holder is not None:
+            with self._lock:
+                self._holders[lane] = holder
+        return lane
+
+    def clear(self, lane: int) -> None:
+        """Zero what was written to a lane."""
+        end = self._written[lane]
+        for slab in (*self.keys, *self.values):
+            slab[lane, :, :end].zero_()
+        # Not before: what could not be zeroed counts as written still.
+        self._written[lane] = 0
 
     def release(self, lane: int) -> None:
         """Zero what was written to a lane, and free it."""
-        end, self._written[lane] = self._written[lane], 0
-        for slab in (*self.keys, *self.values):
-            slab[lane, :, :end].zero_()
+        self.clear(lane)
+        with self._lock:
+            self._holders.pop(lane, None)
         self._free.append(lane)
         self._free.sort(reverse=True)
 

@@ -1,12 +1,16 @@
-"""Listening, and ending well: what runs comes to its end, or is told that it does not.
+"""Listening, and an end that whatever runs comes to its end before, or is told that it does not.
 
-On SIGTERM or SIGINT the node accepts nothing new and closes its port. What runs may finish until
-the deadline; what is left then is cancelled, and its caller is told so, instead of cut off.
+On SIGTERM or SIGINT the node accepts nothing new and closes its port, and what waits for an adapter
+is handed back. What runs may finish until the deadline; what is left then is cancelled, and its
+caller is told so, instead of cut off. A node whose model's thread died ends in the same way.
+
+HTTP runs beside the main thread, and its threads are daemons: none that hangs keeps the process.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import threading
 from types import FrameType
@@ -20,6 +24,8 @@ from gpu_worker.serving.completions import Completions
 _LOG = logging.getLogger(__name__)
 # After the deadline: for the last words of what was cancelled.
 _WORDS_SECONDS: Final = 5
+# Between two looks at whether there is anything that still serves.
+_LOOK_SECONDS: Final = 1.0
 
 
 class Listener(uvicorn.Server):
@@ -39,29 +45,36 @@ class Listener(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **config))
         self._completions = completions
         self._drain_seconds = drain_seconds
-        self._told = threading.Event()
+        # Its ``put`` may interrupt itself, and an Event's ``set``, which takes a lock, may not.
+        self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def serve_until_told(self) -> bool:
-        """Listen; False when that was not possible."""
-        # uvicorn raises the signal again once it has stopped; what is left to do comes after that.
+        """Listen, on the main thread; False when that was not possible, or the engine died."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _ignore)
-        threading.Thread(target=self._drain, name="drain requests", daemon=True).start()
-        self.run()
-        return bool(self.started)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: accept nothing new. It runs between two instructions, so it takes no lock."""
+            signal.signal(number, self._signalled)
+        http = threading.Thread(target=self.run, name="http", daemon=True)
+        http.start()
+        told = self._told_wait(http)
         self._completions.stop()
-        self._told.set()
-        super().handle_exit(sig, frame)
+        self.should_exit = True
+        requests = self._completions.requests
+        if not requests.idle_wait(self._drain_seconds):
+            _LOG.warning("%d requests cancelled: the time to finish is over", requests.cancel_all())
+        http.join(_WORDS_SECONDS)
+        return told and self.started
 
-    def _drain(self) -> None:
-        self._told.wait()
-        if not self._completions.requests.idle_wait(self._drain_seconds):
-            count = self._completions.requests.cancel_all()
-            _LOG.warning("%d requests cancelled: the time to finish is over", count)
+    def _told_wait(self, http: threading.Thread) -> bool:
+        while http.is_alive():
+            if not self._completions.engine_alive:
+                _LOG.error("the engine is stopped: this process ends, start another")
+                return False
+            try:
+                self._told.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            return True
+        return False
 
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    return None
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        """A signal. It runs between two instructions, maybe its own, so it takes no lock."""
+        self._told.put(number)

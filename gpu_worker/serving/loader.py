@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One load, and how many wait for it."""
+    """One load, and how many sequences wait for it."""
 
     load: Load
     waiting: int = 0
@@ -50,7 +50,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How many tickets wait, how many wait for a tenant's, and how often a tenant loads."""
+    """How many tickets wait, how many sequences for a tenant's, and how often a tenant loads."""
 
     tickets: int = limits.LOAD_QUEUE
     waiting: int = limits.LOAD_WAITING
@@ -93,13 +93,14 @@ class LoadQueue:
             threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Take nothing more; what runs comes to its end, what waits is refused."""
+        """Take nothing more; who waits is refused, and what runs comes to its end for nobody."""
         with self._changed:
             self._stopping = True
-            tickets = [ticket for queued in self._queued.values() for ticket in queued]
+            tickets = tuple(self._open.values())
             self._queued.clear()
             self._changed.notify_all()
         for ticket in tickets:
+            ticket.waiting = 0
             self.settle(ticket, UnavailableError("the node is stopping"))
 
     @property
@@ -108,10 +109,11 @@ class LoadQueue:
         with self._changed:
             return sum(len(tickets) for tickets in self._queued.values())
 
-    def join(self, load: Load, *, paced: bool = True) -> Ticket:
+    def join(self, load: Load, sequences: int = 1, *, paced: bool = True) -> Ticket:
         """Wait for a load of this digest: the one that is under way, or a new one.
 
-        ``paced`` False leaves out the tenant's rate: what the operator named is not the tenant's.
+        ``sequences`` will run on it. ``paced`` False leaves out the tenant's rate: what the
+        operator named is not the tenant's.
 
         Raises:
             UnavailableError: too many, too often, or too soon after failures; with when to retry.
@@ -121,19 +123,19 @@ class LoadQueue:
                 raise UnavailableError("the node is stopping")
             ticket = self._open.get(load.key)
             if ticket is None:
-                self._new_check(load.key, paced=paced)
+                self._new_check(load.key, sequences, paced=paced)
                 ticket = self._open[load.key] = Ticket(load)
                 self._queued.setdefault(load.key.tenant_id, deque()).append(ticket)
                 self._changed.notify()
-            elif not self._has_place(ticket):
-                raise TooManyRequestsError("too many requests wait for this tenant's adapters")
-            ticket.waiting += 1
+            else:
+                self._waiting_check(load.key, ticket.waiting, sequences)
+            ticket.waiting += sequences
             return ticket
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket, sequences: int = 1) -> None:
         """Do not wait any longer; the load goes on."""
         with self._changed:
-            ticket.waiting -= 1
+            ticket.waiting -= sequences
 
     def settle(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A load came to its end: its ticket is closed, and whoever waits for it wakes.
@@ -145,19 +147,23 @@ class LoadQueue:
             if self._open.get(key) is not ticket:
                 return
             del self._open[key]
-            if error is None:
-                self._backoff.succeeded(key)
-            elif not isinstance(error, NotFoundError):
-                # What is not there costs one question, and is always answered in the same way.
-                passing = isinstance(error, UnavailableError)
-                most = (
-                    limits.LOAD_PAUSE_PASSING_SECONDS if passing else limits.LOAD_PAUSE_MOST_SECONDS
-                )
-                self._backoff.failed(key, self._elapsed(), most)
-        ticket.error = None if error is None else outcome_of(error)
-        ticket.done.set()
+            ticket.error = None if error is None else outcome_of(error)
+            try:
+                self._count(key, error)
+            finally:
+                # What was decided stands, and is told, whatever happens to the count.
+                ticket.done.set()
 
-    def _new_check(self, key: Key, *, paced: bool) -> None:
+    def _count(self, key: Key, error: BaseException | None) -> None:
+        if error is None:
+            self._backoff.succeeded(key)
+        elif not isinstance(error, NotFoundError):
+            # What is not there costs one question, and is always answered in the same way.
+            passing = isinstance(error, UnavailableError)
+            most = limits.LOAD_PAUSE_PASSING_SECONDS if passing else limits.LOAD_PAUSE_MOST_SECONDS
+            self._backoff.failed(key, self._elapsed(), most)
+
+    def _new_check(self, key: Key, sequences: int, *, paced: bool) -> None:
         now = self._elapsed()
         if (pause := self._backoff.wait(key, now)) > 0:
             raise UnavailableError(
@@ -166,21 +172,22 @@ class LoadQueue:
             )
         if sum(len(tickets) for tickets in self._queued.values()) >= self._bounds.tickets:
             raise UnavailableError("too many adapters wait to be loaded on this node")
-        if self._waiting(key.tenant_id) >= self._bounds.waiting:
-            raise TooManyRequestsError("too many requests wait for this tenant's adapters")
+        self._waiting_check(key, 0, sequences)
         if paced and (pause := self._bucket.take(key.tenant_id, now)) > 0:
             raise TooManyRequestsError(
                 f"expected at most {self._bounds.per_minute} loads a minute for this tenant",
                 retry_after=math.ceil(pause),
             )
 
-    def _has_place(self, ticket: Ticket) -> bool:
-        waiting = self._waiting(ticket.load.key.tenant_id)
-        return waiting < self._bounds.waiting and ticket.waiting < self._bounds.waiting_each
-
-    def _waiting(self, tenant_id: UUID) -> int:
+    def _waiting_check(self, key: Key, waiting: int, sequences: int) -> None:
+        """``waiting`` wait for this key's own ticket."""
         tickets = self._open.values()
-        return sum(t.waiting for t in tickets if t.load.key.tenant_id == tenant_id)
+        of_tenant = sum(t.waiting for t in tickets if t.load.key.tenant_id == key.tenant_id)
+        if (
+            of_tenant + sequences > self._bounds.waiting
+            or waiting + sequences > self._bounds.waiting_each
+        ):
+            raise TooManyRequestsError("too many requests wait for this tenant's adapters")
 
     def _next(self) -> Ticket | None:
         """The next ticket of the tenant whose turn it is, which then is last; None at the end."""

@@ -1,6 +1,6 @@
 """One load, from what is asked to what is resident, and back. When it fails it leaves nothing.
 
-    verdict → placement → size → room → reserve → read, verify, attach → commit
+    verdict → placement → size → room → reserve → room on the disk → read, verify, attach → commit
 
 Memory is reserved before a byte is read, and the place in the pool is taken before the memory.
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
 
-from gpu_worker.serving.admission import AdapterHost, Admission, Admitted
+from gpu_worker.serving.admission import Admission, Admitted
+from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.eviction import Bounds
 from gpu_worker.serving.ledger import Category, LedgerFullError, Reservation
 from gpu_worker.serving.loader import Load
@@ -28,7 +29,6 @@ from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     ConflictError,
     RefusedError,
-    RegistryError,
     UnavailableError,
 )
 from registry_service.trust.verdict import VerdictClaims
@@ -53,10 +53,11 @@ class Registry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A resident adapter and its line in the ledger."""
+    """A resident adapter, its line in the ledger, and what takes the load back, files and all."""
 
     admitted: Admitted
     reservation: Reservation
+    undo: ExitStack
 
 
 class Loading:
@@ -65,7 +66,6 @@ class Loading:
     def __init__(
         self,
         admission: Admission,
-        engine: AdapterHost,
         memory: Ledgers,
         registry: Registry,
         *,
@@ -75,13 +75,12 @@ class Loading:
         self.memory = memory
         self.limits = load_limits
         self._admission = admission
-        self._engine = engine
         self._registry = registry
         self._node = node
         # Two loads that look for room at once would both count on the same bytes.
         self._planning = threading.Lock()
 
-    def load(self, load: Load, make_room: MakeRoom) -> Loaded:
+    def load(self, load: Load, make_room: MakeRoom, disk: Disk) -> Loaded:
         """Load an adapter.
 
         Raises:
@@ -89,6 +88,8 @@ class Loading:
             UnavailableError: not now: no place in the pool, no room, or no answer.
         """
         key = load.key
+        # A load that failed may have weights left that the engine did not let go of then.
+        self._admission.detach(key)
         claims = self.verdict(load.tenant, load.adapter, key.digest, key.tenant_id)
         with ExitStack() as undo:
             self._placement_take(load)
@@ -100,19 +101,15 @@ class Loading:
                 )
             staging, reservation = self._reserve(key, size, make_room)
             undo.callback(reservation.release)
-            undo.callback(self._admission.forget, key)
+            undo.callback(disk.forget, key)
+            undo.callback(self._admission.detach, key)
             try:
+                disk.room_make(key, size)
                 admitted = self._admission.load(claims, self.limits.rank)
             finally:
                 staging.release()
-            try:
-                reservation.commit(admitted.size)
-            except BaseException:
-                # Whatever stopped it, what is not in the ledger is not in the bank.
-                self._engine.detach(key)
-                raise
-            undo.pop_all()
-        return Loaded(admitted, reservation)
+            reservation.commit(admitted.size)
+            return Loaded(admitted, reservation, undo.pop_all())
 
     def verdict(
         self, tenant: str, adapter: str, digest: Digest, tenant_id: UUID | None
@@ -127,18 +124,15 @@ class Loading:
     def unload(self, key: Key, loaded: Loaded) -> int:
         """Let an adapter go: weights, line in the ledger, place in the pool; the bytes it held.
 
+        Asked again after a fault at any step, it goes on there.
+
         Raises:
             EngineError: it is in use; nothing changed.
         """
-        self._engine.detach(key)
-        freed = loaded.reservation.release()
+        self._admission.detach(key)
+        loaded.reservation.release()
         self._placement_release(loaded.admitted.claims.tenant, key)
-        return freed
-
-    def undo(self, key: Key, loaded: Loaded) -> None:
-        """Leave nothing of a load that came to its end here and failed afterwards."""
-        self.unload(key, loaded)
-        self._admission.forget(key)
+        return loaded.admitted.size
 
     @property
     def bounds(self) -> Bounds:
@@ -181,6 +175,5 @@ class Loading:
     def _placement_release(self, tenant: str, key: Key) -> None:
         try:
             self._registry.placement_release(self._node, tenant, key.digest)
-        except RegistryError as error:
-            # The lease runs out by itself: it is not renewed any more.
-            _LOG.warning("%s: placement not released: %s", key.digest, error.message)
+        except Exception as error:  # noqa: BLE001 - the lease ends by itself: nobody renews it
+            _LOG.warning("%s: placement not released: %r", key.digest, error)

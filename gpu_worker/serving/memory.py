@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from uuid import UUID
 
 import torch
 from torch import Tensor
 
 from gpu_worker.serving.engine import Engine
-from gpu_worker.serving.ledger import Category, Ledger, LedgerFullError, Reservation
+from gpu_worker.serving.ledger import Category, Ledger, LedgerFullError, Owner
+from gpu_worker.serving.residency import Key
+from gpu_worker.serving.sequence import Holder
 from registry_service.domain import limits
 from registry_service.domain.errors import RefusedError
 
@@ -23,14 +27,12 @@ _CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
 class Ledgers:
     """The ledger of the memory that adapters run in, and of that in which they are read.
 
-    On the CPU both are one. ``row`` is a row of the bank, in bytes; ``blocks`` are the prefix
-    cache's, which come and go within what is reserved for them.
+    On the CPU both are one. ``row`` is a row of the bank, in bytes.
     """
 
     device: Ledger
     host: Ledger
     row: int
-    blocks: Reservation
 
 
 def ledgers_open(engine: Engine, base: Iterable[Tensor], *, device: str, budget: int) -> Ledgers:
@@ -46,14 +48,27 @@ def ledgers_open(engine: Engine, base: Iterable[Tensor], *, device: str, budget:
         ledger.hold(Category.BASE, storages_bytes({"base": base})["base"])
         # Row 0 is the base's and never an adapter's.
         ledger.hold(Category.WORKSPACE, row + context_bytes(device))
-        ledger.hold(Category.KV, memory.lanes)
-        blocks = ledger.reserve(Category.KV, workspace.prefix_bytes)
+        ledger.pool(Category.KV, memory.lanes + workspace.prefix_bytes, lambda: _kv(engine))
     except LedgerFullError as error:
         raise RefusedError(
             f"memory: {error}; give the node more with --memory-mib, or fewer or smaller adapters"
         ) from error
     host = ledger if device == "cpu" else Ledger(memory_budget("cpu"))
-    return Ledgers(ledger, host, row, blocks)
+    return Ledgers(ledger, host, row)
+
+
+def _kv(engine: Engine) -> Mapping[Owner | None, int]:
+    found = Counter[Owner | None]()
+    for holder, size in engine.kv().items():
+        found[None if holder is None else _owner(holder)] += size
+    return found
+
+
+def _owner(holder: Holder) -> Owner | None:
+    """A node names an adapter by its key; a request on the base alone has its tenant only."""
+    if isinstance(holder.adapter, Key):
+        return holder.adapter
+    return holder.tenant if isinstance(holder.tenant, UUID) else None
 
 
 def storages_bytes(named: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:

@@ -32,6 +32,11 @@ class RequestTuple(NamedTuple):
         }
 
 
+def who_fields(who: RequestTuple | None) -> dict[str, str]:
+    """The fields of a tuple that may not be known."""
+    return {} if who is None else who.fields()
+
+
 def request_tuple(context: RoutingContext) -> RequestTuple:
     """The tuple of a verified context."""
     return RequestTuple(

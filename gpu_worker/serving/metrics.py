@@ -53,7 +53,9 @@ class Metrics:
             "node_load_failures", "Loads that failed", registry=self._registry
         )
         self._load = self._histogram(
-            "node_load_seconds", "From the wish for an adapter to its first use", _LOAD_SECONDS
+            "node_load_seconds",
+            "From a load's turn to the adapter being ready; waiting for the turn is not in it",
+            _LOAD_SECONDS,
         )
         self._first = self._histogram(
             "node_first_token_seconds",
@@ -105,7 +107,11 @@ class _Looked(Collector):
         queues = GaugeMetricFamily("node_queue_length", "Requests and loads", labels=("queue",))
         for name, count in self._looks.queues().items():
             queues.add_metric((name,), count)
-        sizes = GaugeMetricFamily("node_resident_bytes", "Bytes held", labels=("category",))
+        sizes = GaugeMetricFamily(
+            "node_resident_bytes",
+            "Bytes taken now, without those reserved; KV has all lanes, and prefix blocks as kept",
+            labels=("category",),
+        )
         for name, size in self._looks.resident_bytes().items():
             sizes.add_metric((name,), size)
         unloads = CounterMetricFamily("node_unloads", "Adapters unloaded", labels=("reason",))

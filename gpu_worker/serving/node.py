@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
 from gpu_worker.serving.admission import Admission
+from gpu_worker.serving.base_audit import BaseAudit
 from gpu_worker.serving.base_load import LoadedBase
 from gpu_worker.serving.chat_template import ChatTemplates
 from gpu_worker.serving.completions import Completions, Serving
@@ -22,11 +24,12 @@ from gpu_worker.serving.loading import Loading
 from gpu_worker.serving.memory import ledgers_open
 from gpu_worker.serving.metrics import Looks, Metrics
 from gpu_worker.serving.options import LoadLimits, Options
-from gpu_worker.serving.parameters import Unchanged
+from gpu_worker.serving.parameters import BaseWatch, Unchanged
 from gpu_worker.serving.prompts import Prompts
 from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.residency_report import residency_report
 from gpu_worker.serving.residents import Residents
+from gpu_worker.serving.slot_events import event_log
 from gpu_worker.serving.slots import Slots
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.tracing import Tracer, provider_close, provider_open
@@ -86,14 +89,15 @@ class Node:
             store,
             held,
             now=now,
-            base_unchanged=Unchanged(loaded.parameters),
+            base_unchanged=BaseWatch(Unchanged(loaded.parameters), self.engine.stop),
         )
-        loading = Loading(
-            admission, self.engine, self.ledgers, client, node=self.name, load_limits=load_limits
-        )
+        loading = Loading(admission, self.ledgers, client, node=self.name, load_limits=load_limits)
         metrics = Metrics(Looks(self._queues, self._resident_bytes, self._unloads))
         self.statistics = AdapterStatistics(metrics)
-        self.slots = Slots(store.slots, store.node_key())
+        slot_log = partial(
+            event_log, base_digest=base.digest, tokenizer_digest=base.tokenizer_digest
+        )
+        self.slots = Slots(store.slots, store.node_key(), on_event=slot_log)
         self.residents = Residents(
             loading,
             self.engine,
@@ -105,7 +109,14 @@ class Node:
             slots=[self.slots],
         )
         self.residents.watch(self.statistics)
-        self.turns = Turns(self.slots, self._runtime(loaded))
+        self.audit = BaseAudit(loaded.parameters, loaded.parameters_digest, self.engine.stop)
+        self.residents.watch(self.audit)
+        self.turns = Turns(
+            self.slots,
+            self._runtime(loaded),
+            self.ledgers.host,
+            self.engine.memory().lanes // self.engine.workspace.lanes,
+        )
         self.templates = ChatTemplates(loaded.text.special_tokens, now=now)
         self.traces = provider_open(traces, node=self.name)
         recorder = Recorder(metrics, self.statistics, Tracer(self.traces))
@@ -133,6 +144,7 @@ class Node:
                 refuses this node.
         """
         self.engine.start()
+        self.audit.start()
         self.residents.start()
         self.follower.list_refresh(self.residents)
         self.client.node_register(
@@ -153,6 +165,7 @@ class Node:
         """Let go of everything."""
         self.follower.stop()
         self.residents.stop()
+        self.audit.stop()
         self.engine.stop()
         self.usage.stop()
         self.turns.close()
@@ -163,7 +176,7 @@ class Node:
 
     def residency(self) -> list[dict[str, Any]]:
         """What operators see of each adapter."""
-        return residency_report(self.residents, self.statistics)
+        return residency_report(self.residents, self.statistics, self.ledgers.device)
 
     def _runtime(self, loaded: LoadedBase) -> Runtime:
         model = loaded.model
@@ -178,7 +191,7 @@ class Node:
         return {**self.completions.requests.counts(), "loads": self.residents.loads_waiting}
 
     def _resident_bytes(self) -> dict[str, int]:
-        return {str(name): size for name, size in self.ledgers.device.by_category().items()}
+        return {str(name): size for name, size in self.ledgers.device.taken().items()}
 
     def _unloads(self) -> dict[str, int]:
         return {str(reason): count for reason, count in self.residents.unloads().items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 _INCOMPLETE: Final = "\ufffd"
+# A character has at most four bytes and a token at least one: only these may still be waited for.
+_INCOMPLETE_TOKENS: Final = 3
 
 
 class Decoder(Protocol):
@@ -38,7 +40,14 @@ class Pieces:
     def _take(self, *, final: bool) -> str:
         before = self._decoder.decode(self._before)
         text = self._decoder.decode(self._before + self._fresh)
+        done = len(self._fresh)
         if not final and (text.endswith(_INCOMPLETE) or len(text) <= len(before)):
-            return ""
-        self._before, self._fresh = self._fresh, []
+            done -= _INCOMPLETE_TOKENS
+            if done <= 0:
+                return ""
+            # No character any more, or none to begin with: nothing that follows changes that.
+            text = self._decoder.decode(self._before + self._fresh[:done])
+        if len(text) > len(before):
+            self._before = self._fresh[:done]
+        self._fresh = self._fresh[done:]
         return text[len(before) :]

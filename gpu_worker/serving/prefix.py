@@ -3,16 +3,20 @@
 A block's key is chained: SHA-256 over the key of the block before it and its own tokens. The first
 one follows the request's root key, which states tenant, base, adapter and everything else that KV
 depends on. The blocks themselves are opaque here.
+
+Blocks come and go on the model's thread. How many bytes there are of whom may be asked anywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpu_worker.serving.sequence import Holder
 from gpu_worker.serving.workspace import BLOCK_TOKENS
 
 _DOMAIN: Final = b"adapter-registry prefix block 1\0"
@@ -26,6 +30,11 @@ class Block:
     size: int
     tenant: Hashable
     adapter: Hashable | None
+
+    @property
+    def holder(self) -> Holder:
+        """Whose it is."""
+        return Holder(self.tenant, self.adapter)
 
 
 def block_keys(root: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
@@ -43,19 +52,26 @@ class PrefixCache:
     def __init__(self, *, tenant_bytes: int, total_bytes: int) -> None:
         self._budgets = (tenant_bytes, total_bytes)
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-        self._bytes: dict[Hashable, int] = {}
+        # Guards the bytes alone.
+        self._lock = threading.Lock()
+        self._bytes: dict[Holder, int] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def held(self) -> dict[Holder, int]:
+        """Bytes of each holder's blocks, of those who have any. On any thread."""
+        with self._lock:
+            return dict(self._bytes)
+
     @property
     def size(self) -> int:
-        """Bytes of all blocks."""
-        return sum(self._bytes.values())
+        """Bytes of all blocks. On any thread."""
+        return sum(self.held().values())
 
     def tenant_size(self, tenant: Hashable) -> int:
-        """Bytes of a tenant's blocks."""
-        return self._bytes.get(tenant, 0)
+        """Bytes of a tenant's blocks. On any thread."""
+        return sum(size for holder, size in self.held().items() if holder.tenant == tenant)
 
     def find(self, keys: Sequence[bytes], adapter: Hashable | None) -> list[Block]:
         """The blocks of the longest known beginning of ``keys``."""
@@ -80,7 +96,7 @@ class PrefixCache:
         self._evict(own, self.tenant_size(block.tenant) + block.size - tenant_bytes)
         self._evict(list(self._blocks), self.size + block.size - total_bytes)
         self._blocks[key] = block
-        self._bytes[block.tenant] = self.tenant_size(block.tenant) + block.size
+        self._count(block.holder, block.size)
         return True
 
     def drop(self, keys: Iterable[bytes]) -> int:
@@ -111,7 +127,11 @@ class PrefixCache:
         block = self._blocks.pop(key, None)
         if block is None:
             return False
-        self._bytes[block.tenant] -= block.size
-        if not self._bytes[block.tenant]:
-            del self._bytes[block.tenant]
+        self._count(block.holder, -block.size)
         return True
+
+    def _count(self, holder: Holder, change: int) -> None:
+        with self._lock:
+            size = self._bytes.pop(holder, 0) + change
+            if size:
+                self._bytes[holder] = size

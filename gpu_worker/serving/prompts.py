@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Final, Protocol
+from uuid import UUID
 
 from gpu_worker.serving.chat_template import ChatTemplates
 from gpu_worker.serving.openai_bodies import (
@@ -22,6 +23,11 @@ _SEEDS: Final = 2**63
 
 class PromptText(TokenText, Protocol):
     """Turns text into tokens too."""
+
+    @property
+    def token_chars(self) -> int:
+        """The most characters of a prompt for one token."""
+        ...
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a prompt."""
@@ -44,30 +50,32 @@ class Prompts:
         self._template = template
         self._lane_tokens = lane_tokens
 
-    def tokens(self, body: Body, template: str | None) -> tuple[tuple[int, ...], int]:
+    def tokens(
+        self, body: Body, template: str | None, tenant_id: UUID
+    ) -> tuple[tuple[int, ...], int]:
         """A prompt, and how many new tokens may follow it; ``template`` is the adapter's own.
 
         Raises:
             PromptTooLongError: they do not fit together. BodyError: no tokens, or a chat that the
                 template refuses. UnavailableError: it could not be rendered now.
         """
+        wanted = body.new_tokens
+        most = max(min(limits.PROMPT_TOKENS, self._lane_tokens - (wanted or 1)), 0)
         if isinstance(body, ChatBody):
             field = "messages"
             chosen = self._template if template is None else template
-            rendered = self._templates.render(chosen, body.messages)
-            prompt = self.text.encode_rendered(_bounded(rendered, field))
+            rendered = self._templates.render(chosen, body.messages, tenant_id)
+            prompt = self.text.encode_rendered(self._bounded(rendered, field, most))
         elif isinstance(body, CompletionBody):
             field = "prompt"
-            prompt = self.text.encode(_bounded(body.prompt, field))
+            prompt = self.text.encode(self._bounded(body.prompt, field, most))
         else:
             raise TypeError(type(body).__name__)
         if not prompt:
             raise BodyError(f"{field}: expected at least one token, got none", field)
-        wanted = body.new_tokens
-        most = min(limits.PROMPT_TOKENS, self._lane_tokens - (wanted or 1))
         if len(prompt) > most:
             raise PromptTooLongError(
-                f"{field}: expected at most {max(most, 0)} tokens beside {wanted or 1} new ones, "
+                f"{field}: expected at most {most} tokens beside {wanted or 1} new ones, "
                 f"got {len(prompt)}",
                 field,
             )
@@ -84,11 +92,11 @@ class Prompts:
             decoder=Pieces(self.text) if body.stops else None,
         )
 
-
-def _bounded(text: str, field: str) -> str:
-    """Text that may be turned into tokens: that takes time, and others wait for it."""
-    if len(text) > limits.PROMPT_CHARS:
-        raise PromptTooLongError(
-            f"{field}: expected at most {limits.PROMPT_CHARS} characters, got {len(text)}", field
-        )
-    return text
+    def _bounded(self, text: str, field: str, tokens: int) -> str:
+        """Text that may be turned into so many tokens: that takes time, and others wait for it."""
+        most = min(limits.PROMPT_CHARS, tokens * self.text.token_chars)
+        if len(text) > most:
+            raise PromptTooLongError(
+                f"{field}: expected at most {most} characters, got {len(text)}", field
+            )
+        return text

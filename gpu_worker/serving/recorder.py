@@ -8,7 +8,7 @@ import threading
 from opentelemetry.context import Context
 
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
-from gpu_worker.serving.meter import Amount, Meter, RequestTuple
+from gpu_worker.serving.meter import Amount, Meter, RequestTuple, who_fields
 from gpu_worker.serving.metrics import Metrics
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.running import Running
@@ -72,14 +72,20 @@ class Recorder:
             },
         )
 
-    def refused(self, request_id: str, route: str, error: RegistryError) -> None:
-        """A request was refused; its message may quote the request, and stays out of the log."""
+    def refused(
+        self, request_id: str, route: str, error: RegistryError, who: RequestTuple | None
+    ) -> None:
+        """A request was refused; its message may quote the request, and stays out of the log.
+
+        ``who`` is None where no routing context held.
+        """
         _LOG.info(
             "request refused: %s",
             error.code,
             extra={
                 "event": "request.refused",
                 "requestId": request_id,
+                **who_fields(who),
                 "route": route,
                 "status": error.http_status,
                 "code": error.code,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,6 +56,15 @@ class Requests:
         self._scheduler = Scheduler(workspace.step_tokens, grouped=workspace.grouped)
 
     @property
+    def grouped(self) -> bool:
+        """True when a step runs requests of one adapter only."""
+        return self._scheduler.grouped
+
+    @grouped.setter
+    def grouped(self, grouped: bool) -> None:
+        self._scheduler.grouped = grouped
+
+    @property
     def idle(self) -> bool:
         """True when nothing waits or runs."""
         return not (self._scheduler.waiting or self._scheduler.running)
@@ -99,7 +109,7 @@ class Requests:
             return
         self._scheduler.waiting.popleft()
         self._scheduler.running.append(sequence)
-        sequence.lane, sequence.bank_row = self._runner.lanes.take(), row
+        sequence.lane, sequence.bank_row = self._runner.lanes.take(job.holder), row
         self._runner.bank.acquire(row)
         try:
             self._reuse(sequence)
@@ -107,22 +117,43 @@ class Requests:
             self._fail(sequence, error)
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Fill the lane with what is known of the prompt. Its last token is always run."""
-        job, lanes = sequence.job, self._runner.lanes
-        state = job.lane_state
-        if state is not None and (common := _common(state.tokens, job.prompt[:-1])):
-            lanes.restore(sequence.lane, state, common)
-            sequence.cached = common
-        elif job.root_key is not None:
+        """Fill the lane with what is known of the prompt, all of it or nothing.
+
+        The prompt's last token is always run.
+        """
+        job, state = sequence.job, sequence.job.lane_state
+        common = 0 if state is None else _common(state.tokens, job.prompt[:-1])
+        from_state = False
+        try:
+            keys = [] if job.root_key is None else list(block_keys(job.root_key, job.prompt[:-1]))
+            blocks = self._prefix.find(keys, job.adapter)
+            from_state = common > len(blocks) * BLOCK_TOKENS
             # Only blocks that prefill made whole are published: decode rounds differently.
-            sequence.shares = True
-            keys = list(block_keys(job.root_key, job.prompt[:-1]))
-            found = self._prefix.find(keys, job.adapter)
-            for number, block in enumerate(found):
-                lanes.block_restore(sequence.lane, number, block.kv)
-            sequence.blocks = keys[: len(found)]
-            sequence.cached = len(found) * BLOCK_TOKENS
+            sequence.shares = job.root_key is not None and not from_state
+            if state is not None and from_state:
+                self._runner.lanes.restore(sequence.lane, state, common)
+                sequence.cached = common
+            else:
+                self._blocks_restore(sequence, keys, blocks)
+        except Exception as error:  # noqa: BLE001 - whatever it is, a cold prefill is right
+            _LOG.error("known KV cannot be put into a lane: all is computed", exc_info=error)
+            self._reuse_nothing(sequence)
+            if from_state and (hear := job.on_restore_failed) is not None:
+                _tell(partial(hear, error))
         sequence.generation.reused_tokens = sequence.cached
+
+    def _blocks_restore(self, sequence: Sequence, keys: list[bytes], blocks: list[Block]) -> None:
+        sequence.blocks = keys[: len(blocks)]
+        for number, block in enumerate(blocks):
+            self._runner.lanes.block_restore(sequence.lane, number, block.kv)
+        sequence.cached = len(blocks) * BLOCK_TOKENS
+
+    def _reuse_nothing(self, sequence: Sequence) -> None:
+        """Make a lane that was half filled a fresh one; blocks that it got are not trusted."""
+        self._runner.lanes.clear(sequence.lane)
+        self._prefix.drop(sequence.blocks)
+        sequence.blocks, sequence.cached = [], 0
+        sequence.shares = sequence.job.root_key is not None
 
     def _run(self, step: Step) -> None:
         try:
@@ -179,9 +210,9 @@ class Requests:
         if sequence.stop_text is not None:
             sequence.generation.rest, stopped = sequence.stop_text.finish()
             reason = STOP if stopped else reason
-        if sequence.job.on_lane_state is not None:
+        if (hear := sequence.job.on_lane_state) is not None:
             tokens = (*sequence.job.prompt, *sequence.produced)[: sequence.cached]
-            sequence.job.on_lane_state(self._runner.lanes.state(sequence.lane, tokens))
+            _tell(lambda: hear(self._runner.lanes.state(sequence.lane, tokens)))
         self._leave(sequence, reason)
 
     def _publish(self, sequence: Sequence) -> None:
@@ -199,6 +230,9 @@ class Requests:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """End a request by an error; what it shared is not trusted any more."""
+        if sequence.generation.ended:
+            # It ended, and its lane could not be zeroed: nothing else is to run in it.
+            raise error
         self._prefix.drop(sequence.blocks)
         _LOG.error("a request failed and ends", exc_info=error)
         failure = error if isinstance(error, EngineError) else EngineError("the request failed")
@@ -207,18 +241,26 @@ class Requests:
         self._leave(sequence, "", failure)
 
     def _leave(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
-        if sequence.lane >= 0:
-            self._scheduler.running.remove(sequence)
-            self._runner.lanes.release(sequence.lane)
-            self._runner.bank.release(sequence.bank_row)
-        else:
-            self._scheduler.waiting.remove(sequence)
-        self._closed(sequence.generation)
         try:
-            sequence.job.on_end()
-        except Exception:  # noqa: BLE001 - the model's thread goes on
-            _LOG.exception("on_end failed")
-        sequence.generation.end(reason, error)
+            if sequence.lane >= 0:
+                self._scheduler.running.remove(sequence)
+                self._runner.bank.release(sequence.bank_row)
+                self._runner.lanes.release(sequence.lane)
+            else:
+                self._scheduler.waiting.remove(sequence)
+        finally:
+            # A lane that cannot be zeroed ends the engine; its request is told once, like all.
+            self._closed(sequence.generation)
+            _tell(sequence.job.on_end)
+            sequence.generation.end(reason, error)
+
+
+def _tell(hear: Callable[[], None]) -> None:
+    """Tell a job's owner, whose own faults are not the engine's."""
+    try:
+        hear()
+    except Exception:  # noqa: BLE001 - the model's thread goes on
+        _LOG.exception("what a job is told by failed")
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

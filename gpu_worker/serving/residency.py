@@ -4,8 +4,9 @@
                     └ load_failed: gone
 
 It drains when it is revoked, or retired to make room. A revoked key never serves again, whatever
-its state was and whether or not it was resident. Every request holds a reference from before its
-first token to after its last, and an entry with references is neither purged nor unloaded.
+its state was and whether or not it was resident. Every request holds a reference for each of its
+sequences, from before the first token to after the last, and an entry with references is neither
+purged nor unloaded.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Residency:
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
+        # Never forgotten. It has no more keys than the registry has revoked while this process ran,
+        # and the revocation list, which the node holds whole, has no place for more.
         self._revoked: set[Key] = set()
         self._uses = 0
 
@@ -108,35 +111,25 @@ class Residency:
         self._expect(key, ResidentState.LOADING)
         del self._entries[key]
 
-    def acquire(self, key: Key) -> None:
-        """Take a reference. Raises ResidencyError unless it is SERVING and not revoked."""
+    def acquire(self, key: Key, count: int = 1) -> None:
+        """Take references. Raises ResidencyError unless it is SERVING and not revoked."""
         if key in self._revoked:
             raise ResidencyError("revoked")
         entry = self._expect(key, ResidentState.SERVING)
-        entry.references += 1
+        entry.references += count
         self._use(entry)
 
-    def release(self, key: Key) -> None:
-        """Give a reference back, in any state."""
+    def release(self, key: Key, count: int = 1) -> None:
+        """Give references back, in any state."""
         entry = self._entries.get(key)
-        if entry is None or entry.references == 0:
+        if entry is None or entry.references < count:
             raise ResidencyError("released more often than acquired")
-        entry.references -= 1
+        entry.references -= count
         self._use(entry)
 
     def retire(self, key: Key) -> None:
         """Drain a serving key without revoking it: it may be loaded again afterwards."""
         self._expect(key, ResidentState.SERVING).state = ResidentState.DRAINING
-
-    def resume(self, key: Key) -> None:
-        """Serve a retired key again, whose weights could not be let go of.
-
-        Raises:
-            ResidencyError: it was revoked meanwhile.
-        """
-        if key in self._revoked:
-            raise ResidencyError("revoked")
-        self._expect(key, ResidentState.DRAINING).state = ResidentState.SERVING
 
     def revoke(self, key: Key, deadline: float | None) -> ResidentState | None:
         """Refuse the key from now on and drain it; the state, None when it is not resident.

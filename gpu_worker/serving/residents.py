@@ -7,24 +7,20 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any, Protocol
 from uuid import UUID
 
-from gpu_worker.serving.admission import AdapterHost, Admitted, Clock
-from gpu_worker.serving.emptying import (
-    Acknowledge,
-    Emptying,
-    Holders,
-    Purges,
-    Shelf,
-    Slots,
-)
+from gpu_worker.serving.admission import AdapterHost, Admitted, Clock, RevokedBytesError
+from gpu_worker.serving.disk import Disk, Slots
+from gpu_worker.serving.emptying import Acknowledge, Emptying, Holders, Purges, Shelf
 from gpu_worker.serving.eviction import Reason
 from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.loader import Load, LoadQueue, Ticket
 from gpu_worker.serving.loading import Loaded, Loading
 from gpu_worker.serving.residency import Key, ResidencyError, Resident, ResidentState
 from gpu_worker.serving.store import NodeStore
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     NotFoundError,
@@ -35,9 +31,6 @@ from registry_service.domain.errors import (
 )
 
 _LOG = logging.getLogger(__name__)
-# An eviction that was planned may find its adapter in use again: then it is planned anew.
-_PLANS: Final = 8
-_REMEMBERED: Final = 4096
 
 
 class Watch(Protocol):
@@ -57,23 +50,26 @@ class Watch(Protocol):
 
 
 class Lease:
-    """One request's hold on a resident; giving it back twice does nothing.
+    """One request's hold on a resident, for all its sequences; giving it back twice does nothing.
 
     ``chat_template`` is the adapter's own; None where it has its base's.
     """
 
-    def __init__(self, residents: Residents, key: Key, chat_template: str | None) -> None:
+    def __init__(
+        self, residents: Residents, key: Key, sequences: int, chat_template: str | None
+    ) -> None:
         self.chat_template = chat_template
         self._residents = residents
         self._key: Key | None = key
+        self._sequences = sequences
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Give the reference back."""
+        """Give the references back."""
         with self._lock:
             key, self._key = self._key, None
         if key is not None:
-            self._residents.released(key)
+            self._residents.released(key, self._sequences)
 
 
 class Residents:
@@ -99,8 +95,9 @@ class Residents:
         shelf = Shelf()
         self._changed, self._table = shelf.changed, shelf.table
         self._loaded, self._draining = shelf.loaded, shelf.draining
-        holders = Holders(acknowledge, purges, slots)
-        self._emptying = Emptying(shelf, loading, engine, store, held, holders, now=now)
+        self._disk = Disk(store, slots, lambda: {item.key for item in self.residents()})
+        holders = Holders(acknowledge, self._disk, purges)
+        self._emptying = Emptying(shelf, loading, engine, held, holders, now=now)
         self._queue = LoadQueue(self._load, loading.limits.queue, elapsed=time.monotonic)
 
     def watch(self, watch: Watch) -> None:
@@ -112,13 +109,21 @@ class Residents:
         self._queue.start()
 
     def stop(self) -> None:
-        """Take no more loads."""
-        self._queue.stop()
+        """Take no more loads, and refuse whoever waits for one."""
+        with self._changed:
+            self._queue.stop()
 
     def acquire(
-        self, *, tenant_id: UUID, tenant: str, adapter: str, digest: Digest, template: Digest
+        self,
+        *,
+        tenant_id: UUID,
+        tenant: str,
+        adapter: str,
+        digest: Digest,
+        template: Digest,
+        sequences: int = 1,
     ) -> Lease:
-        """A reference for a request, after loading when it has to be.
+        """A hold for a request of so many sequences, after loading when it has to be.
 
         Raises:
             RegistryError: not admitted, revoked, not loadable: refused. UnavailableError: later.
@@ -127,17 +132,17 @@ class Residents:
         with self._changed:
             if self._table.state(key) is ResidentState.SERVING:
                 self._use_check(self._loaded[key].admitted, tenant, adapter, template)
-                lease = self._lease(key)
+                # Told first: with the references nothing comes between them and who returns them.
                 for watch in self._watches:
                     watch.hit(key)
-                return lease
-            ticket = self._ticket(Load(key, tenant, adapter))
-        lease = self._wait(ticket, self._loading.limits.queue.wait_seconds)
+                return self._lease(key, sequences)
+            ticket = self._ticket(Load(key, tenant, adapter), sequences)
+        lease = self._wait(ticket, sequences, self._loading.limits.queue.wait_seconds)
         try:
             with self._changed:
                 self._use_check(self._loaded[key].admitted, tenant, adapter, template)
         except BaseException:
-            # Nobody else would give this reference back.
+            # Nobody else would give these references back.
             lease.release()
             raise
         return lease
@@ -153,8 +158,8 @@ class Residents:
         with self._changed:
             if self._table.state(key) is ResidentState.SERVING:
                 return key
-            ticket = self._ticket(Load(key, tenant, adapter), paced=False)
-        self._wait(ticket, None).release()
+            ticket = self._ticket(Load(key, tenant, adapter), 1, paced=False)
+        self._wait(ticket, 1, None).release()
         return key
 
     def serving(self, key: Key) -> bool:
@@ -162,10 +167,10 @@ class Residents:
         with self._changed:
             return self._table.state(key) is ResidentState.SERVING
 
-    def released(self, key: Key) -> None:
+    def released(self, key: Key, sequences: int) -> None:
         """A lease ended."""
         with self._changed:
-            self._table.release(key)
+            self._table.release(key, sequences)
             self._changed.notify_all()
 
     def residents(self) -> tuple[Resident, ...]:
@@ -174,12 +179,17 @@ class Residents:
             return self._table.residents()
 
     def report(self) -> list[dict[str, Any]]:
-        """What the heartbeat reports: residents, and files of earlier runs as STORED."""
+        """What the heartbeat reports: residents, then files of others as STORED.
+
+        No more than a heartbeat takes: one that is refused would end the node's lease.
+        """
         resident = {item.key: str(item.state) for item in self.residents()}
         stored = dict.fromkeys(self._store.keys(), "STORED")
+        # In the order of the first: those that are resident.
+        found = islice({**resident, **stored, **resident}.items(), limits.HEARTBEAT_RESIDENTS)
         return [
             {"tenantId": str(key.tenant_id), "adapterDigest": key.digest, "state": state}
-            for key, state in (stored | resident).items()
+            for key, state in found
         ]
 
     def revoke(self, key: Key, deadline_seconds: float | None) -> None:
@@ -193,6 +203,10 @@ class Residents:
     def placement_lost(self, key: Key) -> None:
         """Other nodes hold this key now: unload it once nobody uses it, beside the caller."""
         self._emptying.placement_lost(key)
+
+    def go_on(self) -> None:
+        """Unload what should have gone and stayed because of a fault, beside the caller."""
+        self._emptying.go_on()
 
     @property
     def letting_go(self) -> bool:
@@ -215,37 +229,45 @@ class Residents:
         with self._changed:
             return self._emptying.unloads.of(key)
 
-    def _ticket(self, load: Load, *, paced: bool = True) -> Ticket:
+    def _ticket(self, load: Load, sequences: int, *, paced: bool = True) -> Ticket:
         """A place among those who wait for a load."""
         state = self._table.state(load.key)
         if self._table.is_revoked(load.key):
             raise NotFoundError("not found")
         if state not in {None, ResidentState.LOADING}:
             raise UnavailableError("the adapter is being unloaded", retry_after=1)
-        ticket = self._queue.join(load, paced=paced)
-        if state is None:
-            self._table.load_begin(load.key)
-        return ticket
+        if state is not None:
+            return self._queue.join(load, sequences, paced=paced)
+        self._table.load_begin(load.key)
+        try:
+            return self._queue.join(load, sequences, paced=paced)
+        except BaseException:
+            # Whatever stopped it, nobody loads this key.
+            self._table.load_failed(load.key)
+            raise
 
-    def _wait(self, ticket: Ticket, seconds: float | None) -> Lease:
-        """The reference that comes with the end of a load."""
+    def _wait(self, ticket: Ticket, sequences: int, seconds: float | None) -> Lease:
+        """The hold that comes with the end of a load."""
         if not ticket.done.wait(seconds):
             with self._changed:
                 if not ticket.done.is_set():
-                    self._queue.leave(ticket)
+                    self._queue.leave(ticket, sequences)
                     raise UnavailableError("the adapter is still being loaded")
         if ticket.error is not None:
             raise ticket.error
-        return self._held_lease(ticket.load.key)
+        return self._held_lease(ticket.load.key, sequences)
 
     def _load(self, ticket: Ticket) -> None:
         """Load what a ticket names; on any failure its entry is gone, and nothing is left."""
         key, started = ticket.load.key, time.monotonic()
         loaded: Loaded | None = None
         try:
-            loaded = self._loading.load(ticket.load, self._emptying.room_make)
+            loaded = self._loading.load(ticket.load, self._emptying.room_make, self._disk)
             self._serve(ticket, loaded)
-        except BaseException as error:  # noqa: BLE001 - those who wait are told
+        except BaseException as error:
+            if ticket.done.is_set():
+                # It serves, or drains, and that was told: what came after it undoes nothing.
+                raise
             self._load_failed(ticket, loaded, error)
             return
         seconds = time.monotonic() - started
@@ -274,8 +296,14 @@ class Residents:
         else:
             _LOG.warning("%s: not loaded: %s", key.digest, error.message)
         if loaded is not None:
-            self._loading.undo(key, loaded)
+            try:
+                loaded.undo.close()
+            except Exception:  # noqa: BLE001 - whoever waits is told; its weights go the next time
+                _LOG.exception("%s: the load is not undone", key.digest)
         with self._changed:
+            if isinstance(error, RevokedBytesError):
+                # What is here of it, its slots too, goes as if it had been resident.
+                self.revoke(key, None)
             self._loaded.pop(key, None)
             self._table.load_failed(key)
             self._queue.settle(ticket, error)
@@ -283,21 +311,27 @@ class Residents:
         for watch in self._watches:
             watch.load_failed(key)
 
-    def _lease(self, key: Key) -> Lease:
+    def _lease(self, key: Key, sequences: int) -> Lease:
         most = self._loading.limits.sequences
-        if any(r.key == key and r.references >= most for r in self._table.residents()):
+        running = next(r.references for r in self._table.residents() if r.key == key)
+        if running + sequences > most:
             raise TooManyRequestsError(
-                f"expected at most {most} requests at once on one adapter", retry_after=1
+                f"expected at most {most} sequences at once on one adapter", retry_after=1
             )
         try:
-            self._table.acquire(key)
+            self._table.acquire(key, sequences)
         except ResidencyError as error:
             raise NotFoundError("not found") from error
-        return self._held_lease(key)
+        return self._held_lease(key, sequences)
 
-    def _held_lease(self, key: Key) -> Lease:
-        """The lease that goes with a reference that is taken."""
-        return Lease(self, key, self._loaded[key].admitted.chat_template)
+    def _held_lease(self, key: Key, sequences: int) -> Lease:
+        """The lease that goes with references that are taken."""
+        try:
+            return Lease(self, key, sequences, self._loaded[key].admitted.chat_template)
+        except BaseException:
+            # Without a lease nobody would give them back.
+            self.released(key, sequences)
+            raise
 
     def _use_check(self, admitted: Admitted, tenant: str, adapter: str, template: Digest) -> None:
         claims = admitted.claims

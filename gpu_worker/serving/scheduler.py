@@ -22,13 +22,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._step_tokens = step_tokens
-        self._grouped = grouped
+        self.grouped = grouped
         self._ran: dict[int, int] = {}
         self._steps = 0
 
     def plan(self) -> Step | None:
         """The next step, or None when nothing runs."""
-        candidates = self._group() if self._grouped else self.running
+        candidates = self._group() if self.grouped else self.running
         if not candidates:
             return None
         # By lane: lanes that follow each other are read without a copy.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from gpu_worker.serving.lanes import LaneState
@@ -72,6 +73,13 @@ class Sampling:
             raise EngineError("stop: expected texts that are not empty, and a decoder")
 
 
+class Holder(NamedTuple):
+    """Whose KV is: whoever asks for a job, under the adapter that it runs on."""
+
+    tenant: Hashable
+    adapter: Hashable | None
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to generate. ``adapter`` names an attached adapter; None is the base alone.
@@ -82,7 +90,9 @@ class Job:
     ``root_key`` states everything that prefix KV depends on except the tokens; without one nothing
     is shared. ``tenant`` is whose budget the blocks count against. ``lane_state`` is KV of an
     earlier turn under the same identity; what the prompt has in common with it is not computed
-    again. ``on_lane_state`` gets this turn's KV on the model's thread when it ended by itself.
+    again. When it cannot be put into a lane, ``on_restore_failed`` hears why, on the model's
+    thread, and the whole prompt is computed. ``on_lane_state`` gets this turn's KV on the model's
+    thread when it ended by itself.
     """
 
     prompt: tuple[int, ...]
@@ -94,7 +104,13 @@ class Job:
     root_key: bytes | None = None
     tenant: Hashable = None
     lane_state: LaneState | None = None
+    on_restore_failed: Callable[[Exception], None] | None = None
     on_lane_state: Callable[[LaneState], None] | None = None
+
+    @property
+    def holder(self) -> Holder:
+        """Whose its KV is."""
+        return Holder(self.tenant, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +119,14 @@ class Output:
 
     ``text`` is what a decoder released with it: text that may begin a stop text is held back.
     ``logprob`` and ``top`` (pairs of token and log probability) are there when they were asked for.
+    ``at`` is when it was made, in nanoseconds since the epoch.
     """
 
     token: int
     text: str = ""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    at: int = field(default_factory=time.time_ns, compare=False)
 
 
 class Generation:

@@ -41,18 +41,31 @@ class SlotEvent:
     tokens: int = 0
 
 
-def event_log(event: SlotEvent) -> None:
-    """Write an event to the log."""
-    parts = [
-        f"{name} {value}"
-        for name, value in (
-            ("tenant", event.tenant_id),
-            ("adapter", event.adapter_digest),
-            ("reason", event.reason),
-            ("expected", event.expected),
-            ("got", event.got),
-            ("tokens", event.tokens),
-        )
-        if value
-    ]
-    _LOG.info("slot page %d: %s: %s", event.page, event.kind, ", ".join(parts))
+def event_log(
+    event: SlotEvent, base_digest: Digest | None = None, tokenizer_digest: Digest | None = None
+) -> None:
+    """Write an event to the log, with the tuple of the requests that it is about.
+
+    A node has one base and one tokenizer, which the event does not name.
+    """
+    fields = {
+        "tenantId": event.tenant_id and str(event.tenant_id),
+        "baseDigest": base_digest,
+        "adapterDigest": event.adapter_digest,
+        "tokenizerDigest": tokenizer_digest,
+        "page": event.page,
+        "reason": event.reason,
+        "expected": event.expected,
+        "got": event.got,
+        "tokens": event.tokens,
+    }
+    _LOG.info(
+        "slot page %d: %s%s",
+        event.page,
+        event.kind,
+        event.reason and f": {event.reason}",
+        extra={
+            "event": f"slot.{event.kind.replace(' ', '_')}",
+            **{name: value for name, value in fields.items() if value},
+        },
+    )

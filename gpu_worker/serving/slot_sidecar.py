@@ -54,6 +54,7 @@ class Refusal(StrEnum):
     OLDER_PAGE = "older page"
     SIDECAR = "changed sidecar"
     STATE = "changed state"
+    LANE = "not taken by a lane"
     REVOKED = "revoked"
 
 

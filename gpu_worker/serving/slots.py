@@ -7,6 +7,7 @@ node; 5. of this session and subject; 6. of this identity, part by part, with or
 adapter; 7. the current page, to the byte; 8. the state is read and opened with the sidecar's
 bytes; 9. its digest, tensors and tokens are those of the sidecar.
 
+What passed and then cannot be put into the lane is refused by whoever finds that, in the same way.
 What does not hold refuses the page: no lane is touched, the page is dropped so that it is not
 tried again, an event says why, and the turn is prefilled cold. A fault of the disk is treated
 alike: no fault here fails a request.
@@ -20,9 +21,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from gpu_worker.serving.identity import Identity, tokens_encode
 from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.residency import Key
 from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind, event_log
 from gpu_worker.serving.slot_index import Budget, Entry, SlotIndex
 from gpu_worker.serving.slot_key import SEAL_BYTES, NodeKey
@@ -40,8 +43,16 @@ from gpu_worker.serving.slot_state import state_decode, state_encode
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError, RegistryError, UnavailableError
+from registry_service.trust.routing_context import BASE_MARKER
 
 _LOG = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """What a page holds, and its number."""
+
+    page: int
+    state: LaneState
 
 
 class Slots:
@@ -65,6 +76,7 @@ class Slots:
         self._on_event = on_event
         self._changed = threading.Condition()
         self._saving: Counter[Digest] = Counter()
+        # Never forgotten, as in the table of residents: one digest for each revocation.
         self._removed: set[Digest] = set()
         self._index = self._index_open()
         self._pages.sweep(self._index)
@@ -77,6 +89,14 @@ class Slots:
         """Every slot's current page, least recently used first."""
         with self._changed:
             return self._index.entries()
+
+    def keys(self) -> set[Key]:
+        """The adapters that there are pages of."""
+        return {
+            Key(entry.tenant_id, entry.adapter_digest)
+            for entry in self.entries()
+            if entry.adapter_digest != BASE_MARKER
+        }
 
     def save(self, session: Session, identity: Identity, state: LaneState) -> int | None:
         """Save a lane's state as the slot's page, in place of the one before it.
@@ -101,7 +121,7 @@ class Slots:
             late = error.message if isinstance(error, RegistryError) else type(error).__name__
         finally:
             with self._changed:
-                self._saving[digest] -= 1
+                self._saving -= Counter({digest: 1})
                 self._changed.notify_all()
         kind = SlotEventKind.NOT_SAVED if late else SlotEventKind.SAVED
         self._tell(kind, identity, page, late)
@@ -111,27 +131,32 @@ class Slots:
         """Tell that a page is not saved because too many wait; the page before it stays."""
         self._tell(SlotEventKind.NOT_SAVED, identity, 0, "too many saves wait")
 
-    def restore(self, session: Session, identity: Identity) -> LaneState | None:
+    def restore(self, session: Session, identity: Identity) -> Restored | None:
         """What the slot's page holds, as it was saved under this very identity.
 
         None: there is no page, or it is refused; the turn is prefilled cold.
         """
-        slot = _slot(identity, session)
         with self._changed:
-            entry = self._index.find(slot)
+            entry = self._index.find(_slot(identity, session))
         if entry is None:
             return None
         try:
             state = self._load(entry, session, identity)
         except Exception as error:  # noqa: BLE001 - whatever it is, a cold prefill is right
-            refused = _refused(error)
-            with self._changed:
-                self._forget((slot, entry.page))
-            kind = SlotEventKind.REFUSED
-            self._tell(kind, identity, entry.page, refused.reason, refused=refused)
+            self.refuse(session, identity, entry.page, _refused(error))
             return None
         self._tell(SlotEventKind.RESTORED, identity, entry.page, tokens=len(state.tokens))
-        return state
+        return Restored(entry.page, state)
+
+    def refuse(
+        self, session: Session, identity: Identity, page: int, refused: SlotRefusedError
+    ) -> None:
+        """Drop a page and tell why, once; nothing when it is not the slot's any more."""
+        with self._changed:
+            dropped = self._forget((_slot(identity, session), page))
+        if dropped:
+            kind = SlotEventKind.REFUSED
+            self._tell(kind, identity, page, refused.reason, refused=refused)
 
     def remove(self, digest: Digest) -> int:
         """Remove every page made under an adapter, of any tenant, and save none from now on.
@@ -219,12 +244,17 @@ class Slots:
         same_check(Refusal.STATE, tokens, sidecar.tokens_digest)
         return state
 
-    def _forget(self, *pages: tuple[str, int]) -> None:
-        """Drop these pages of these slots, whatever the disk says: they are not tried again."""
-        if any([self._index.drop(slot, page) for slot, page in pages]):
+    def _forget(self, *pages: tuple[str, int]) -> bool:
+        """Drop these pages of these slots, whatever the disk says: they are not tried again.
+
+        True when one of them was its slot's still.
+        """
+        dropped = any([self._index.drop(slot, page) for slot, page in pages])
+        if dropped:
             self._index_write(self._index)
         for _, page in pages:
             self._pages.remove(page)
+        return dropped
 
     def _index_open(self) -> SlotIndex:
         try:

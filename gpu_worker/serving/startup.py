@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from gpu_worker.base_files import ProvenBase, base_prove
 from gpu_worker.serving.adapter_load import BaseIdentity
@@ -33,6 +35,7 @@ from registry_service.domain.errors import (
 from registry_service.trust.verdict import base_verify
 
 _LOG = logging.getLogger(__name__)
+_STOP_SECONDS: Final = 30
 
 
 def base_admit(client: RegistryClient, trust: Trust, proven: ProvenBase) -> BaseIdentity:
@@ -131,7 +134,7 @@ def _run(options: Options, started_at: datetime) -> int:
             node.start(options)
             return _serve(node, options)
         finally:
-            node.stop()
+            _stop(node)
 
 
 def _serve(node: Node, options: Options) -> int:
@@ -147,6 +150,15 @@ def _serve(node: Node, options: Options) -> int:
     listened = listener.serve_until_told()
     _LOG.info("node %s stopped", node.name)
     return 0 if listened else 1
+
+
+def _stop(node: Node) -> None:
+    """Let go of everything; what hangs for longer than its time ends with the process."""
+    stopping = threading.Thread(target=node.stop, name="stop", daemon=True)
+    stopping.start()
+    stopping.join(_STOP_SECONDS)
+    if stopping.is_alive():
+        _LOG.error("node %s: something hangs, and ends with the process", node.name)
 
 
 def _read(path: Path) -> bytes:

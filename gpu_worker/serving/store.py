@@ -2,6 +2,7 @@
 highest number of a revocation list that it has held.
 
 adapters/<tenant id>/<hex>/   the files of one adapter, read-only
+adapters/<tenant id>/<hex>.json   {"contentDigest", "weightsDigest"}, once they were proven
 feed.json                     {"url", "node", "index"}
 node.key                      what slots are sealed with
 slots/                        the KV of sessions
@@ -11,23 +12,36 @@ lock                          held while a node uses the folder
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
+import logging
 import os
 import shutil
+import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.slot_key import NodeKey
-from registry_service.domain.canonical import json_parse
+from registry_service.domain.canonical import canonical_json, json_parse
 from registry_service.domain.digests import Digest, digest_parse, is_digest
 from registry_service.domain.errors import ConflictError, MalformedError, UnavailableError
 
+_LOG = logging.getLogger(__name__)
 _FEED: Final = "feed.json"
 _LIST: Final = "revocation-list.json"
 _SMALL: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One adapter's files, there or about to be: their bytes, and when last used, in any order."""
+
+    key: Key
+    size: int
+    used: int
 
 
 class NodeStore:
@@ -42,9 +56,14 @@ class NodeStore:
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(self._lock)
             raise ConflictError(f"{root}: another node uses this store") from error
         except OSError as error:
             raise UnavailableError(f"{root}: cannot be used: {error.strerror}") from error
+        self._changed = threading.Lock()
+        # Bytes by key, so that they are counted once; of files that are about to come, too.
+        self._sizes: dict[Key, int] = {}
+        self._revocable = self._revocable_read()
         self._leftovers_remove()
 
     def close(self) -> None:
@@ -70,31 +89,86 @@ class NodeStore:
 
     def keys(self) -> tuple[Key, ...]:
         """What is pulled."""
-        found = []
-        for folder in sorted(self._adapters.glob("*/*")):
-            digest = f"sha256:{folder.name}"
-            try:
-                tenant_id = UUID(folder.parent.name)
-            except ValueError:
-                continue
-            if is_digest(digest):
-                found.append(Key(tenant_id, Digest(digest)))
-        return tuple(found)
+        return tuple(key for path in sorted(self._adapters.glob("*/*")) if (key := _key_of(path)))
 
-    def remove(self, key: Key) -> int:
+    def stored(self) -> tuple[Stored, ...]:
+        """What is pulled, or is about to be."""
+        keys = self.keys()
+        with self._changed:
+            for key in keys:
+                if key not in self._sizes:
+                    self._sizes[key] = _bytes_of(self.folder(key))
+            return tuple(Stored(key, size, self._used(key)) for key, size in self._sizes.items())
+
+    def expect(self, key: Key, size: int) -> None:
+        """Count ``size`` bytes of a key that is about to be pulled."""
+        with self._changed:
+            self._sizes[key] = size
+
+    def touch(self, key: Key) -> None:
+        """A key's files were used just now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder(key))
+
+    def free(self) -> int:
+        """Bytes that are free on the folder's disk."""
+        return shutil.disk_usage(self._root).free
+
+    def revocable(self, key: Key) -> tuple[Digest, ...]:
+        """What a key may be revoked by beside its own digest; empty before it was proven."""
+        with self._changed:
+            return self._revocable.get(key, ())
+
+    def revocable_keys(self) -> tuple[Key, ...]:
+        """The keys that were proven, whether or not their files are here still."""
+        with self._changed:
+            return tuple(self._revocable)
+
+    def revocable_write(self, key: Key, weights: Digest, content: Digest) -> None:
+        """Keep what a key may be revoked by, durably: files without it do not outlive a restart.
+
+        Raises:
+            UnavailableError: it cannot be written.
+        """
+        digests = (weights, content)
+        if self.revocable(key) != digests:
+            document = {"weightsDigest": weights, "contentDigest": content}
+            self._write(self._revocable_path(key), canonical_json(document))
+            with self._changed:
+                self._revocable[key] = digests
+
+    def files_remove(self, key: Key) -> int:
         """Remove a key's files, if there are any; their bytes.
 
         Raises:
             UnavailableError: some could not be removed.
         """
         folder = self.folder(key)
+        size = 0
         try:
-            if not folder.exists():
-                return 0
-            size = sum(path.lstat().st_size for path in folder.iterdir())
-            shutil.rmtree(folder)
+            if folder.exists():
+                size = _bytes_of(folder)
+                shutil.rmtree(folder)
         except OSError as error:
             raise UnavailableError(f"{folder}: cannot be removed: {error.strerror}") from error
+        with self._changed:
+            self._sizes.pop(key, None)
+        return size
+
+    def remove(self, key: Key) -> int:
+        """Remove a key's files and what it may be revoked by; the files' bytes.
+
+        Raises:
+            UnavailableError: some could not be removed.
+        """
+        size = self.files_remove(key)
+        path = self._revocable_path(key)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UnavailableError(f"{path}: cannot be removed: {error.strerror}") from error
+        with self._changed:
+            self._revocable.pop(key, None)
         return size
 
     def feed_index(self) -> int:
@@ -112,7 +186,7 @@ class NodeStore:
         Raises:
             UnavailableError: it cannot be written.
         """
-        self._write(_FEED, {**self._identity, "index": index})
+        self._write(self._root / _FEED, canonical_json({**self._identity, "index": index}))
 
     def list_mark(self, key_id: str) -> tuple[int, Digest | None]:
         """The highest revocation list of a key that was held: number and digest; 0 at first.
@@ -144,19 +218,29 @@ class NodeStore:
         Raises:
             UnavailableError: it cannot be written.
         """
-        self._write(_LIST, {"keyId": key_id, "number": number, "digest": digest})
+        document = {"keyId": key_id, "number": number, "digest": digest}
+        self._write(self._root / _LIST, canonical_json(document))
 
-    def _write(self, name: str, document: dict[str, Any]) -> None:
-        """Written beside, synced, renamed, the folder synced."""
-        target = self._root / name
-        beside = target.with_suffix(".new")
+    def _revocable_path(self, key: Key) -> Path:
+        folder = self.folder(key)
+        return folder.with_name(f"{folder.name}.json")
+
+    def _used(self, key: Key) -> int:
         try:
-            with beside.open("w") as file:
-                json.dump(document, file)
+            return self.folder(key).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _write(self, target: Path, content: bytes) -> None:
+        """Written beside, synced, renamed, the folder synced."""
+        beside = target.with_name(f".{target.name}.new")
+        try:
+            with beside.open("wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             beside.rename(target)
-            folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
             finally:
@@ -164,7 +248,43 @@ class NodeStore:
         except OSError as error:
             raise UnavailableError(f"{target}: cannot be written: {error.strerror}") from error
 
+    def _revocable_read(self) -> dict[Key, tuple[Digest, ...]]:
+        found: dict[Key, tuple[Digest, ...]] = {}
+        for path in sorted(self._adapters.glob("*/*.json")):
+            try:
+                key = _key_of(path.with_suffix(""))
+                document = json_parse(path.read_bytes(), what=str(path), limit=_SMALL)
+                if key is not None and set(document) == {"weightsDigest", "contentDigest"}:
+                    found[key] = (
+                        digest_parse(document["weightsDigest"]),
+                        digest_parse(document["contentDigest"]),
+                    )
+            except (OSError, MalformedError, TypeError) as error:
+                _LOG.warning("%s: cannot be read: %s", path, error)
+        return found
+
     def _leftovers_remove(self) -> None:
-        # A pull that was killed leaves its hidden staging folder.
-        for folder in self._adapters.glob("*/.*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Remove what a load that was killed has left: it may be anything's bytes."""
+        # A pull leaves its hidden staging folder, and a file is written beside.
+        for path in self._adapters.glob("*/.*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for key in self.keys():
+            if key not in self._revocable:
+                shutil.rmtree(self.folder(key), ignore_errors=True)
+
+
+def _key_of(folder: Path) -> Key | None:
+    """The key whose files a folder of this name holds, if any."""
+    digest = f"sha256:{folder.name}"
+    try:
+        tenant_id = UUID(folder.parent.name)
+    except ValueError:
+        return None
+    return Key(tenant_id, Digest(digest)) if is_digest(digest) else None
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.iterdir())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import math
+import re
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +21,11 @@ from starlette.exceptions import HTTPException
 from gpu_worker.serving.answering import Answering
 from gpu_worker.serving.completions import Completions
 from gpu_worker.serving.gate import DeniedError
+from gpu_worker.serving.meter import who_fields
 from gpu_worker.serving.metrics import MEDIA_TYPE
 from gpu_worker.serving.openai_answers import error_document
 from gpu_worker.serving.openai_bodies import Body, BodyError, chat_parse, completion_parse
+from gpu_worker.serving.running import AnswerCancelledError, Caller, Running
 from gpu_worker.serving.tracing import caller_context
 from registry_service.domain import limits
 from registry_service.domain.errors import (
@@ -29,16 +33,19 @@ from registry_service.domain.errors import (
     NotFoundError,
     RegistryError,
     TooLargeError,
+    UnavailableError,
 )
 from registry_service.domain.text import shown
 
 _LOG = logging.getLogger(__name__)
 _HEADER: Final = "routing-context"
-# Elsewhere such headers choose an adapter; here nothing but the context does.
-_CHOOSING: Final = ("adapter", "lora")
+# Elsewhere headers with such words choose an adapter; here nothing but the context does.
+_CHOOSING: Final = frozenset({"adapter", "adapters", "lora", "loras"})
 # A denial leaves a multiple of this after its request came, whatever was looked up for it.
 _DENIAL_SECONDS: Final = 0.1
-_THREADS: Final = 256
+_WATCH_SECONDS: Final = 0.1
+# When the node ends: for the engine to end what runs, which then has its own last words.
+_LAST_SECONDS: Final = 1.0
 
 Residency = Callable[[], list[dict[str, Any]]]
 
@@ -57,8 +64,10 @@ def app_build(completions: Completions, residency: Residency) -> FastAPI:
     asks = _Asks(completions)
 
     @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+    async def healthz() -> Response:
+        if completions.engine_alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "dead", "reason": "the engine is stopped"}, status_code=503)
 
     @app.get("/readyz")
     async def readyz() -> Response:
@@ -94,7 +103,9 @@ class _Asks:
     def __init__(self, completions: Completions) -> None:
         self._completions = completions
         self._recorder = completions.recorder
-        self._threads = anyio.CapacityLimiter(_THREADS)
+        # One for each request that starts, and one for each that the engine takes.
+        self._threads = anyio.CapacityLimiter(math.inf)
+        self._starting = 0
         self._answering = Answering(
             completions.text, completions.base.name, self._recorder, self._threads
         )
@@ -103,24 +114,25 @@ class _Asks:
         self, request: Request, route: str, parse: Callable[[bytes], Body]
     ) -> Response:
         """The answer, or the error in OpenAI's form; counted either way."""
-        request_id, came = uuid.uuid4().hex, anyio.current_time()
+        request_id, came, caller = uuid.uuid4().hex, anyio.current_time(), Caller()
         try:
-            response = await self._respond(request, parse, request_id)
+            response = await self._respond(request, parse, request_id, caller)
         except RegistryError as error:
             if isinstance(error, DeniedError):
                 steps = math.ceil((anyio.current_time() - came) / _DENIAL_SECONDS)
                 await anyio.sleep_until(came + steps * _DENIAL_SECONDS)
-            self._recorder.refused(request_id, route, error)
+            self._recorder.refused(request_id, route, error, caller.who)
             response = error_response(error)
         except Exception:  # noqa: BLE001 - a bug of ours: logged, and nothing is told
-            _LOG.exception("a request failed", extra={"requestId": request_id, "route": route})
+            fields = {"requestId": request_id, "route": route, **who_fields(caller.who)}
+            _LOG.exception("a request failed", extra=fields)
             response = error_response(RegistryError("the node failed; see its log"))
         self._recorder.metrics.answered(route, response.status_code)
         response.headers["X-Request-Id"] = request_id
         return response
 
     async def _respond(
-        self, request: Request, parse: Callable[[bytes], Body], request_id: str
+        self, request: Request, parse: Callable[[bytes], Body], request_id: str, caller: Caller
     ) -> Response:
         _address_check(request)
         content = await _body(request)
@@ -131,9 +143,44 @@ class _Asks:
             content,
             parse,
             request_id=request_id,
+            caller=caller,
         )
-        running = await anyio.to_thread.run_sync(start, limiter=self._threads)
-        return await self._answering.respond(request, running, caller_context(request.headers))
+        with anyio.CancelScope() as scope:
+            watch = asyncio.create_task(self._watch(request, caller, scope))
+            try:
+                running = await self._start(start)
+                return await self._answering.respond(running, caller_context(request.headers))
+            except BaseException:
+                caller.leave()
+                raise
+            finally:
+                watch.cancel()
+        raise AnswerCancelledError
+
+    async def _start(self, start: Callable[[], Running]) -> Running:
+        """Start a request on a thread of its own, at once or not at all.
+
+        Whoever is cancelled here does not wait for it: something in it may hang.
+        """
+        if self._starting >= limits.STARTING_REQUESTS:
+            raise UnavailableError("as many requests start as this node takes", retry_after=1)
+        self._starting += 1
+        try:
+            return await anyio.to_thread.run_sync(
+                start, abandon_on_cancel=True, limiter=self._threads
+            )
+        finally:
+            self._starting -= 1
+
+    async def _watch(self, request: Request, caller: Caller, scope: anyio.CancelScope) -> None:
+        """Until the answer begins: end it when its caller leaves, or when the node does."""
+        while not await request.is_disconnected():
+            if self._completions.requests.over:
+                await anyio.sleep(_LAST_SECONDS)
+                scope.cancel()
+                return
+            await anyio.sleep(_WATCH_SECONDS)
+        caller.leave()
 
 
 def error_response(error: RegistryError) -> Response:
@@ -156,7 +203,7 @@ def _address_check(request: Request) -> None:
     if request.url.query:
         raise BodyError("expected no query parameters")
     for name in request.headers:
-        if any(word in name for word in _CHOOSING):
+        if not _CHOOSING.isdisjoint(re.split("[-_.]", name)):
             raise BodyError(f"expected no header {shown(name)}: the routing context says what runs")
 
 

@@ -125,7 +125,7 @@ class ResidentBody(Body):
 
 class HeartbeatBody(Body):
     feed_index: Annotated[int, Field(ge=0, lt=2**63)]
-    residents: Annotated[list[ResidentBody], Field(max_length=10_000)]
+    residents: Annotated[list[ResidentBody], Field(max_length=limits.HEARTBEAT_RESIDENTS)]
 
 
 class UsedBody(Body):

@@ -99,6 +99,12 @@ STOP_CHARS: Final = 256
 COMPLETION_LOGPROBS: Final = 5
 CHAT_LOGPROBS: Final = 20
 TENANT_SEQUENCES: Final = 64
+# Of the requests that start at once, those that wait for loads or renderings are but a part.
+STARTING_REQUESTS: Final = 256
+LOAD_WAITS: Final = 128
+TENANT_LOAD_WAITS: Final = 32
+RENDERINGS: Final = 64
+TENANT_RENDERINGS: Final = 32
 USAGE_ITEMS: Final = 1_000
 USAGE_SECONDS: Final = 10
 DRAIN_SECONDS: Final = 30
@@ -120,10 +126,18 @@ SLOT_TENANT_BYTES: Final = 4 * GIB
 SLOT_NODE_BYTES: Final = 32 * GIB
 SESSION_CHARS: Final = 256
 
+# Pulled files on a node's disk, and how many adapters a heartbeat may name
+STORED_ADAPTERS: Final = 4_096
+STORE_TENANT_BYTES: Final = 64 * GIB
+STORE_NODE_BYTES: Final = 128 * GIB
+# Left free for revocation marks, the feed's index and slots.
+STORE_FREE_BYTES: Final = 1 * GIB
+HEARTBEAT_RESIDENTS: Final = 10_000
+
 # What a serving node takes at its start, and loads
 NODE_RUNNING: Final = 16
 NODE_TOKENS: Final = 2048
-ADAPTER_SEQUENCES: Final = 128
+ADAPTER_SEQUENCES: Final = 32
 NODE_ADAPTERS: Final = 16
 NODE_RANK: Final = 16
 TENANT_ADAPTERS: Final = 16

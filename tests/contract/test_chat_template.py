@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from gpu_worker.serving import chat_template as module
 from gpu_worker.serving.chat_template import ChatTemplates
 from gpu_worker.serving.openai_bodies import BodyError, Message
-from registry_service.domain.errors import UnavailableError
+from gpu_worker.serving.places import Places
+from registry_service.domain.errors import TooManyRequestsError, UnavailableError
 
 pytestmark = pytest.mark.torch
 
+TENANT = UUID(int=1042)
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -97,15 +102,15 @@ def test_a_chat_is_what_apply_chat_template_makes(
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert templates.render(template, said) == expected
+    assert templates.render(template, said, TENANT) == expected
 
 
 def test_what_a_template_refuses_is_told_escaped(templates: ChatTemplates) -> None:
     with pytest.raises(BodyError, match="roles must alternate: assistant") as caught:
-        templates.render(STRICT, messages([("assistant", "x")]))
+        templates.render(STRICT, messages([("assistant", "x")]), TENANT)
     assert caught.value.param == "messages"
     with pytest.raises(BodyError) as caught:
-        templates.render("{{ raise_exception('\u202e' ~ 'x' * 9999) }}", messages(CHATS[0]))
+        templates.render("{{ raise_exception('\u202e' ~ 'x' * 9999) }}", messages(CHATS[0]), TENANT)
     assert "\u202e" not in caught.value.message
     assert len(caught.value.message) < 400
 
@@ -127,12 +132,12 @@ def test_a_template_reaches_nothing_and_changes_nothing(
     templates: ChatTemplates, template: str
 ) -> None:
     with pytest.raises(BodyError, match="refuses"):
-        templates.render(template, messages(CHATS[0]))
+        templates.render(template, messages(CHATS[0]), TENANT)
 
 
 def test_a_model_without_a_template_says_so(templates: ChatTemplates) -> None:
     with pytest.raises(BodyError, match="/v1/completions"):
-        templates.render("", messages(CHATS[0]))
+        templates.render("", messages(CHATS[0]), TENANT)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +155,10 @@ def test_a_template_without_end_is_ended_and_not_run_again(template: str) -> Non
     try:
         for _ in range(2):
             with pytest.raises(BodyError, match="beyond its bounds"):
-                templates.render(template, messages(CHATS[0]))
-        assert templates.render(CHATML, messages(CHATS[0])).startswith("<|im_start|>user\nhello")
+                templates.render(template, messages(CHATS[0]), TENANT)
+        assert templates.render(CHATML, messages(CHATS[0]), TENANT).startswith(
+            "<|im_start|>user\nhello"
+        )
     finally:
         templates.close()
 
@@ -159,18 +166,43 @@ def test_a_template_without_end_is_ended_and_not_run_again(template: str) -> Non
 def test_a_text_without_end_is_cut_off(templates: ChatTemplates) -> None:
     template = "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}"
     with pytest.raises(BodyError, match="characters"):
-        templates.render(template, messages(CHATS[0]))
+        templates.render(template, messages(CHATS[0]), TENANT)
+
+
+def test_tenants_take_turns_and_none_has_too_many_waiting(
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, rendered = UUID(int=2001), []
+    monkeypatch.setattr(templates, "_places", Places("chats", tenant_most=3))
+
+    def ask(tenant: UUID) -> None:
+        templates.render(CHATML, messages(CHATS[0]), tenant)
+        rendered.append(tenant)
+
+    threads = []
+    with templates._turns.held(other):
+        for tenant in (TENANT, TENANT, TENANT, other):
+            threads.append(threading.Thread(target=ask, args=(tenant,)))
+            threads[-1].start()
+            while sum(map(len, templates._turns._waiting.values())) < len(threads):
+                time.sleep(0.01)
+        with pytest.raises(TooManyRequestsError):
+            templates.render(CHATML, messages(CHATS[0]), TENANT)
+    for thread in threads:
+        thread.join(60)
+    assert rendered.index(other) < 2
+    assert len(rendered) == 4
 
 
 def test_a_process_that_died_is_no_fault_of_the_template(templates: ChatTemplates) -> None:
-    templates.render(CHATML, messages(CHATS[0]))
+    templates.render(CHATML, messages(CHATS[0]), TENANT)
     process = templates._process
     assert process is not None
     process._process.send_signal(signal.SIGKILL)
     process._process.wait()
     with pytest.raises(UnavailableError):
-        templates.render(CHATML, messages(CHATS[0]))
-    assert "hello" in templates.render(CHATML, messages(CHATS[0]))
+        templates.render(CHATML, messages(CHATS[0]), TENANT)
+    assert "hello" in templates.render(CHATML, messages(CHATS[0]), TENANT)
 
 
 def test_a_process_that_does_not_answer_is_given_up(
@@ -187,5 +219,5 @@ def test_a_process_that_does_not_answer_is_given_up(
         module, "_Process", lambda: started.append((made := make())._process) or made
     )
     with pytest.raises(UnavailableError):
-        templates.render(CHATML, messages(CHATS[0]))
+        templates.render(CHATML, messages(CHATS[0]), TENANT)
     assert started[0].poll() is not None

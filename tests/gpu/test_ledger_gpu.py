@@ -36,7 +36,6 @@ def test_the_ledger_is_what_the_driver_counts_through_load_run_and_unload() -> N
         assert ledgers.device is not ledgers.host
 
         def error() -> float:
-            ledgers.blocks.take(engine.memory().blocks)
             return error_of(ledgers.device.taken(), device_bytes("cuda"))
 
         assert error() < 0.05

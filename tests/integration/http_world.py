@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -87,13 +88,48 @@ class HttpWorld:
         messages: Any = [{"role": "user", "content": said}]
         return self.client(digest).chat.completions.create(messages=messages, **asked)
 
+    def send(
+        self,
+        digest: Digest | None = None,
+        *,
+        claims: dict[str, Any] | None = None,
+        header: str | None = None,
+        **fields: Any,
+    ) -> httpx.Response:
+        """A completion's answer, whatever it is; ``header`` is sent too."""
+        body, headers = self._asked(digest, claims, fields)
+        if header is not None:
+            headers[header] = "x"
+        url = f"{self.url}/v1/completions"
+        return httpx.post(url, content=body, headers=headers, timeout=60)
+
+    @contextmanager
+    def caller(self, digest: Digest | None = None, **fields: Any) -> Iterator[None]:
+        """Somebody who asks for a completion, reads nothing, and leaves at the end."""
+        body, headers = self._asked(digest, None, fields)
+        address = httpx.URL(self.url)
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
+        connection.request("POST", "/v1/completions", body, headers)
+        try:
+            yield
+        finally:
+            connection.close()
+
+    def _asked(
+        self, digest: Digest | None, claims: dict[str, Any] | None, fields: dict[str, Any]
+    ) -> tuple[bytes, dict[str, str]]:
+        body = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 2, **fields}).encode()
+        return body, {"Routing-Context": self.registry.context(body, digest, **(claims or {}))}
+
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.url}{path}")
 
     def idle(self) -> bool:
         """Nothing is held for any request."""
         items = self.node.residents.residents()
-        return not any(item.references for item in items) and self.node.engine.references == 0
+        if any(item.references for item in items) or self.node.engine.references:
+            return False
+        return self.node.completions.requests.idle_wait(0)
 
 
 def base_with_template(folder: Path) -> ProvenBase:

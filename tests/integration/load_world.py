@@ -19,16 +19,20 @@ from gpu_worker.serving.loader import QueueLimits
 from gpu_worker.serving.loading import Loading
 from gpu_worker.serving.memory import Ledgers, ledgers_open, storages_bytes
 from gpu_worker.serving.options import LoadLimits
-from gpu_worker.serving.parameters import Unchanged, parameters_digest
+from gpu_worker.serving.parameters import BaseWatch, Unchanged, parameters_digest
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Lease, Residents
+from gpu_worker.serving.slots import Slots
 from gpu_worker.serving.startup import base_admit, now
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.workspace import Workspace
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
+from tests.integration import slot_world as sl
 
-LIMITS = LoadLimits(adapters=4, rank=8, queue=QueueLimits(per_minute=6000))
+LIMITS = LoadLimits(
+    adapters=4, rank=8, sequences=100, queue=QueueLimits(waiting_each=100, per_minute=6000)
+)
 
 
 @dataclass
@@ -40,10 +44,17 @@ class Parts:
     residents: Residents
     follower: Follower
     store: NodeStore
+    slots: Slots
+    stopped: bool = False
 
     def stop(self) -> None:
+        # Once only: the number of a closed descriptor may be somebody else's.
+        if self.stopped:
+            return
+        self.stopped = True
         self.residents.stop()
         self.engine.stop()
+        self.slots.close()
         self.store.close()
 
 
@@ -55,8 +66,8 @@ class LoadWorld:
     node: Parts
     loaded: LoadedBase
 
-    def acquire(self, digest: Digest) -> Lease:
-        """What a request does before it runs."""
+    def acquire(self, digest: Digest, sequences: int = 1) -> Lease:
+        """What a request of so many sequences does before it runs."""
         artifact = self.registry.artifacts[digest]
         return self.node.residents.acquire(
             tenant_id=artifact.tenant_id,
@@ -64,6 +75,7 @@ class LoadWorld:
             adapter=artifact.adapter,
             digest=digest,
             template=self.registry.base.chat_template_digest,
+            sequences=sequences,
         )
 
     def use(self, digest: Digest) -> None:
@@ -80,6 +92,13 @@ class LoadWorld:
         """Let go of a digest, as when other nodes hold it."""
         self.node.residents.placement_lost(self.key(digest))
         until(lambda: digest not in self.states())
+
+    def slot_save(self, digest: Digest) -> None:
+        """What the end of a session's turn leaves."""
+        identity = replace(
+            sl.IDENTITY, tenant_id=self.key(digest).tenant_id, adapters=((digest, 1.0),)
+        )
+        assert self.node.slots.save(sl.SESSION, identity, sl.state_make(sl.TOKENS)) is not None
 
     def clean(self) -> None:
         """Nothing is resident or half-loaded, the base is as it was, the ledger tells the truth."""
@@ -100,7 +119,6 @@ class LoadWorld:
         """The ledger's bytes are those of the tensors, by category and within the bound."""
         runner = self.node.engine._runner
         blocks = self.node.engine.memory().blocks
-        self.node.ledgers.blocks.take(blocks)
         measured = storages_bytes(
             {
                 "base": [tensor for _, tensor in self.loaded.parameters],
@@ -140,14 +158,24 @@ def world_start(
         store,
         held,
         now=now,
-        base_unchanged=Unchanged(loaded.parameters),
+        base_unchanged=BaseWatch(Unchanged(loaded.parameters), engine.stop),
     )
-    loading = Loading(admission, engine, ledgers, client, node=sw.NODE, load_limits=limits)
-    residents = Residents(loading, engine, store, held, now=now, acknowledge=follower.acknowledge)
+    loading = Loading(admission, ledgers, client, node=sw.NODE, load_limits=limits)
+    slots = Slots(store.slots, store.node_key())
+    residents = Residents(
+        loading,
+        engine,
+        store,
+        held,
+        now=now,
+        acknowledge=follower.acknowledge,
+        purges=[engine],
+        slots=[slots],
+    )
     engine.start()
     residents.start()
     follower.list_refresh(residents)
-    return LoadWorld(registry, Parts(engine, ledgers, residents, follower, store), loaded)
+    return LoadWorld(registry, Parts(engine, ledgers, residents, follower, store, slots), loaded)
 
 
 def adapters_publish(

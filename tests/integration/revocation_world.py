@@ -18,7 +18,7 @@ from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.admission import Admission
 from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.held_list import HeldList
-from gpu_worker.serving.ledger import Category, Ledger
+from gpu_worker.serving.ledger import Ledger
 from gpu_worker.serving.loading import Loading
 from gpu_worker.serving.memory import Ledgers
 from gpu_worker.serving.options import LoadLimits
@@ -121,6 +121,10 @@ class FolderSlots:
         path.write_bytes(b"kv")
         return path
 
+    def keys(self) -> set[Key]:
+        """A file's name has no tenant, so that its adapter is found by its pulled files alone."""
+        return set()
+
     def remove(self, digest: Digest) -> int:
         found = list(self.folder.glob(f"{digest.removeprefix('sha256:')}.slot"))
         for path in found:
@@ -168,10 +172,8 @@ class ServingNode:
             base_unchanged=lambda: True,
         )
         ledger = Ledger(MEMORY, bank=MEMORY // 2)
-        memory = Ledgers(ledger, ledger, ADAPTER_BYTES, ledger.reserve(Category.KV, 0))
-        loading = Loading(
-            admission, engine, memory, self.client, node=name, load_limits=LoadLimits(rank=8)
-        )
+        memory = Ledgers(ledger, ledger, ADAPTER_BYTES)
+        loading = Loading(admission, memory, self.client, node=name, load_limits=LoadLimits(rank=8))
         self.residents = Residents(
             loading,
             engine,

@@ -98,10 +98,10 @@ class World:
         self, slots: Slots, session: Session = SESSION, identity: Identity = IDENTITY
     ) -> bool:
         """Begin a turn: the lane holds what was restored, or what it held."""
-        state = slots.restore(session, identity)
-        if state is not None:
-            self.lane = state
-        return state is not None
+        found = slots.restore(session, identity)
+        if found is not None:
+            self.lane = found.state
+        return found is not None
 
     def hash(self) -> str:
         """A digest of what the lane holds."""

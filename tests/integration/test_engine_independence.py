@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpu_worker.serving import linear
 from gpu_worker.serving import runner as runner_module
+from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.batch import least_rows
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.runner import rows_at_once
@@ -240,6 +242,34 @@ def test_an_engine_whose_rows_depend_on_each_other_does_not_start() -> None:
     with pytest.raises(EngineError, match="neighbours"):
         engine.start()
     assert not engine.alive
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("by", [1e-6, 1.0])
+def test_where_mixing_adapters_rounds_each_step_runs_one_and_where_it_mixes_none_runs(
+    monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    by_row, seen = linear._by_row, []
+
+    def inexact(flat: Tensor, rows: Tensor, stack: Stack) -> Tensor:
+        seen.append(len(set(rows.tolist())))
+        return by_row(flat, rows, stack) + by * (seen[-1] > 1)
+
+    monkeypatch.setattr(linear, "_by_row", inexact)
+    engine = Engine(ew.base_build("llama"), stop_tokens=frozenset(), workspace=ew.SMALL)
+    if by == 1.0:
+        with pytest.raises(EngineError, match="neighbours"):
+            engine.start()
+        return
+    engine.start()
+    assert engine.workspace.grouped
+    seen.clear()
+    for seed in (1, 2):
+        engine.attach(seed, ew.adapter_from(ew.peft_build(ew.base_build("llama"), seed)))
+    running = [engine.submit(Job(ew.prompt_of(30), 20, name)) for name in (1, 2, None)]
+    assert all(len(list(generation.tokens())) == 20 for generation in running)
+    engine.stop()
+    assert set(seen) == {1}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,22 +1,35 @@
 """Failures that others reported, one test each, named after the report.
 
-Those about keys and files stand where keys and files are tested: vllm#42125 and vllm#44701 in
-``tests/unit/test_serving_identity.py``, vllm#44250 and llama.cpp#26207 in ``test_slots.py``; wrong
-adapters under load (lorax PR#62) in ``test_serving_soak.py``.
+Those about keys and pages stand where these are tested: vllm#44701 (and the key of vllm#42125) in
+``tests/unit/test_serving_identity.py``, vllm#44250 and llama.cpp#26207 in ``test_slots.py``, the
+sequences measured on llama.cpp in ``test_slot_turns.py``; wrong adapters under load (lorax PR#62)
+in ``test_serving_http_soak.py``.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 
 from gpu_worker.serving.adapter import Adapter, LoraError
+from gpu_worker.serving.adapter_load import adapter_read
 from gpu_worker.serving.engine import Engine
-from gpu_worker.serving.sequence import EngineError, Job
+from gpu_worker.serving.gate import DeniedError
+from gpu_worker.serving.openai_bodies import BodyError, completion_parse
+from gpu_worker.serving.running import Running
+from gpu_worker.serving.sequence import CANCELLED, LENGTH, EngineError, Job
 from gpu_worker.serving.workspace import Workspace
 from tests.integration import engine_world as ew
+from tests.integration import serving_world as sw
+from tests.integration import soak_world as soak
+from tests.integration.load_world import LoadWorld, until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
@@ -43,6 +56,61 @@ def adapter(seed: int) -> Adapter:
 
 def answer(engine: Engine, name: str | None, key: bytes | None = None) -> list[int]:
     return list(engine.submit(Job(PROMPT, 6, name, root_key=key)).tokens())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is published, and what each of a base and two adapters says alone."""
+
+    registry: sw.FakeRegistry
+    base: soak.Who
+    one: soak.Who
+    two: soak.Who
+    cold: soak.Cold
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    root = tmp_path_factory.mktemp("published")
+    registry = sw.FakeRegistry(root / "registry", soak.base_make(root / "base"))
+    base = soak.Who(*soak.TENANTS[0])
+    one, two = (soak.adapter_publish(registry, root / f"a{n}", n) for n in (0, 2))
+    with ew.one_thread():
+        cold = soak.cold_runs(registry, root / "cold", [base, one, two])
+    return Scene(registry, base, one, two, cold)
+
+
+@pytest.fixture
+def scene(published: Scene, tmp_path: Path) -> Iterator[Scene]:
+    """The same with a registry in which nothing was revoked yet."""
+    registry = sw.FakeRegistry(tmp_path / "registry", published.registry.base)
+    registry.artifacts = {d: replace(a) for d, a in published.registry.artifacts.items()}
+    with ew.one_thread():
+        yield replace(published, registry=registry)
+
+
+def start(scene: Scene, world: LoadWorld, who: soak.Who, number: int = 0, **fields: Any) -> Running:
+    """One of the prompts, in a session of its own, as it comes over HTTP."""
+    node: Any = world.node
+    body = soak.body_of(scene.cold.prompts[who, number], number, **fields)
+    context = soak.context_of(scene.registry, who, body, session=str(uuid4()))
+    running: Running = node.completions.start(context, body, completion_parse, request_id="r-1")
+    return running
+
+
+def says(running: Running) -> list[str]:
+    return [soak.WORDS[token] for token in running.generations[0].tokens()]
+
+
+def right(scene: Scene, world: LoadWorld, *people: soak.Who) -> bool:
+    return all(says(start(scene, world, who)) == scene.cold.says[who, 0] for who in people)
+
+
+def files_swap(scene: Scene, world: LoadWorld) -> None:
+    """Put the weights of the second adapter in the place of the first one's."""
+    weights = world.node.store.folder(scene.one.key) / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(scene.registry.artifacts[scene.two.digest].files[weights.name])
 
 
 def bank_bytes(engine: Engine) -> int:
@@ -128,3 +196,104 @@ def test_peft_3475_hooks_leak_after_an_exception(
             answer(engine, "one")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [answer(engine, name) for name in (None, "one", "two")] == before
+
+
+def test_vllm_42125_a_stale_prefix_after_a_reload_under_the_same_name(engine: Engine) -> None:
+    engine.attach("one", adapter(1))
+    answer(engine, "one", b"one")
+    assert engine.memory().blocks > 0
+    engine.detach("one")
+    engine.attach("one", adapter(2))
+    again = engine.submit(Job(PROMPT, 6, "one", root_key=b"one"))
+    assert list(again.tokens()) == answer(engine, "one")
+    assert again.reused_tokens == 0
+
+
+def test_vllm_30931_two_ids_share_kv(scene: Scene, tmp_path: Path) -> None:
+    # Two versions under one name: whoever comes second computes its own, and both are found again.
+    with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
+        assert right(scene, world, scene.one, scene.two, scene.base)
+        for who in (scene.one, scene.two, scene.base):
+            running = start(scene, world, who, 1)
+            assert says(running) == scene.cold.says[who, 1]
+            assert running.amount.reused > 0
+        blocks = world.node.engine._prefix._blocks.values()
+        assert {block.adapter for block in blocks} == {None, scene.one.key, scene.two.key}
+
+
+def test_vllm_33791_a_later_reload_reads_changed_files(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def changed(files: Any, base: Any) -> Any:
+        # After they were hashed, and before a tensor is made of them.
+        files_swap(scene, world)
+        return adapter_read(files, base)
+
+    with soak.node_of(scene.registry, tmp_path, adapters=1) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr("gpu_worker.serving.admission.adapter_read", changed)
+            assert right(scene, world, scene.one)
+        # What serves is not read again, whether the files are others or none.
+        assert right(scene, world, scene.one)
+        assert scene.registry.pulls == 1
+        # It makes room for the other one; what lies there when it comes back is not taken.
+        assert right(scene, world, scene.two, scene.one)
+        assert scene.registry.pulls == 3
+        shutil.rmtree(world.node.store.folder(scene.one.key))
+        assert right(scene, world, scene.one)
+        assert right(scene, world, scene.two, scene.one)
+        assert scene.registry.pulls == 4
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["ended", "running"])
+def test_sglang_36894_an_unload_waits_for_ever_after_more_than_one_answer(
+    scene: Scene, tmp_path: Path, running: bool
+) -> None:
+    with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
+        asked = start(scene, world, scene.one, n=2, max_tokens=700 if running else 4)
+        for generation in asked.generations:
+            next(generation.tokens())
+        scene.registry.revoke(scene.one.digest, deadline=0 if running else None)
+        for generation in asked.generations:
+            list(generation.tokens())
+            assert generation.finish_reason == (CANCELLED if running else LENGTH)
+        until(lambda: bool(scene.registry.acknowledged))
+        world.clean()
+
+
+def test_llama_cpp_28674_init_without_apply_applies_all(scene: Scene, tmp_path: Path) -> None:
+    # Adapters that are there and not named are not applied, to the bit.
+    crowded, plain = (ew.Driven(ew.base_build("llama")) for _ in range(2))
+    for number in (1, 2):
+        crowded.attach(number, adapter(number))
+    assert ew.same_bits(crowded.answer(Job(PROMPT, 6))[1], plain.answer(Job(PROMPT, 6))[1])
+    # A context names the base or one adapter, and nothing in a body does.
+    with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
+        assert right(scene, world, scene.one, scene.two, scene.base)
+        for value in ([], [{"id": 0, "scale": 1.0}], None):
+            with pytest.raises(BodyError):
+                start(scene, world, scene.base, lora=value)
+
+
+def test_aibrix_236_adapters_are_lost_on_restart(scene: Scene, tmp_path: Path) -> None:
+    registry, one, two = scene.registry, scene.one, scene.two
+    with soak.node_of(registry, tmp_path, adapters=2) as world:
+        assert right(scene, world, one, two)
+    # While it was away one was revoked: the registry says so, and the other one is there again.
+    registry.artifacts[two.digest].revoked = True
+    registry.overdue = [
+        {"tenantId": str(two.tenant_id), "adapterDigest": two.digest, "deadlineSeconds": None}
+    ]
+    registry.heartbeats.clear()
+    with soak.node_of(registry, tmp_path, adapters=2) as world:
+        told = {item["adapterDigest"]: item["state"] for item in registry.heartbeats[0]}
+        assert told == {one.digest: "STORED", two.digest: "STORED"}
+        until(lambda: bool(registry.acknowledged))
+        assert right(scene, world, one)
+        with pytest.raises(DeniedError):
+            start(scene, world, two)
+    assert registry.pulls == 2
+    with soak.node_of(registry, tmp_path / "another disk", adapters=2) as world:
+        assert right(scene, world, one)
+    assert registry.pulls == 3

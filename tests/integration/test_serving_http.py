@@ -186,10 +186,8 @@ def test_who_leaves_a_stream_leaves_nothing_behind(world: HttpWorld) -> None:
 
 
 def test_who_leaves_before_the_answer_leaves_nothing_behind(world: HttpWorld) -> None:
-    body = json.dumps({"prompt": "w1", "max_tokens": 1000}).encode()
-    headers = {"Routing-Context": world.registry.context(body, digests(world)[0])}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{world.url}/v1/completions", content=body, headers=headers, timeout=0.2)
+    with world.caller(digests(world)[0], max_tokens=1000):
+        until(lambda: not world.idle())
     until(world.idle)
 
 
@@ -244,6 +242,17 @@ def test_a_tenant_with_its_share_is_429_and_others_are_served(
     other.completions.create(model="any", prompt="w1", max_tokens=1)
     running.response.close()
     until(world.idle)
+
+
+def test_a_header_that_may_choose_an_adapter_is_400_and_others_are_not_read(
+    world: HttpWorld,
+) -> None:
+    for name in ("X-Adapter-Id", "LoRA", "x-lora-adapters", "Adapter.Name"):
+        answer = world.send(header=name)
+        assert answer.status_code == 400
+        assert "expected no header" in answer.json()["error"]["message"]
+    for name in ("X-Exploration", "X-Colorado-Id", "X-Adaptive"):
+        assert world.send(header=name).status_code == 200
 
 
 def test_other_paths_and_methods_are_refused_in_the_same_form(world: HttpWorld) -> None:

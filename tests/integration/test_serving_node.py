@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from gpu_worker.base_files import ProvenBase
@@ -75,6 +76,7 @@ class World:
     node: startup.Node
     http: TestClient
     digests: list[Digest]
+    loaded: LoadedBase
 
     def ask(
         self, digest: Digest | None, *, tokens: int = 6, extra: Any = None, **changes: Any
@@ -138,12 +140,13 @@ def registry(base: ProvenBase, files: list[dict[str, bytes]], tmp_path: Path) ->
 
 @pytest.fixture
 def world(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) -> Iterator[World]:
-    node = node_make(registry, tmp_path, base_load(base, "cpu"))
+    loaded = base_load(base, "cpu")
+    node = node_make(registry, tmp_path, loaded)
     node.start(options(tmp_path, base))
     with TestClient(
         app_build(node.completions, node.residency), client=("127.0.0.1", 5000)
     ) as http:
-        yield World(registry, node, http, list(registry.artifacts))
+        yield World(registry, node, http, list(registry.artifacts), loaded)
     node.stop()
 
 
@@ -295,6 +298,28 @@ def test_files_that_changed_on_disk_are_not_loaded(world: World, base: ProvenBas
     assert digest_of(weights.read_bytes()) == digest_of(
         world.registry.artifacts[digest].files[weights.name]
     )
+
+
+def test_a_base_that_changed_answers_nobody_any_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = world.start(None, 900)
+    attach = world.node.engine.attach
+    _, weight = next(iter(world.loaded.parameters))
+
+    def harmful(name: Any, adapter: Any) -> Any:
+        with torch.inference_mode():
+            weight.add_(1)
+        return attach(name, adapter)
+
+    monkeypatch.setattr(world.node.engine, "attach", harmful)
+    assert world.ask(world.digests[0]).status_code in (403, 503)
+    assert len(list(running.generations[0].tokens())) < 900
+    ready = world.http.get("/readyz")
+    assert ready.status_code == 503
+    assert "the engine is stopped" in ready.text
+    for digest in (None, *world.digests):
+        assert world.ask(digest).status_code == 503
 
 
 def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None:

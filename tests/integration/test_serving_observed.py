@@ -20,6 +20,7 @@ from opentelemetry.trace import NoOpTracerProvider
 
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving.json_log import JsonFormatter
+from gpu_worker.serving.lanes import Lanes
 from gpu_worker.serving.meter import Amount, RequestTuple
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.running import Running
@@ -314,15 +315,21 @@ def test_metrics_count_and_have_no_digest_or_tenant(world: HttpWorld) -> None:
     assert numbers['node_queue_length{queue="running"}'] == 0
     assert numbers['node_resident_bytes{category="ADAPTER"}'] > 0
     assert numbers['node_resident_bytes{category="BASE"}'] > 0
+    # What is taken, not the room that blocks may take.
+    memory = world.node.engine.memory()
+    assert memory.blocks > 0
+    assert numbers['node_resident_bytes{category="KV"}'] == memory.lanes + memory.blocks
     assert "sha256" not in text
     assert not any(name in text for name in (sw.TENANT, str(sw.TENANT_ID), sw.ADAPTER))
 
 
 def test_operators_see_each_adapter(world: HttpWorld) -> None:
     first, second, _ = world.registry.artifacts
+    long = " ".join(["w1"] * 80)
     for _ in range(3):
-        world.complete(first)
-    world.complete(second)
+        world.complete(first, prompt=long)
+    world.complete(second, prompt=long)
+    block = world.node.engine.memory().blocks // 2
     world.registry.revoke(second, deadline=0)
     until(lambda: bool(world.registry.acknowledged))
     items = {item["adapterDigest"]: item for item in world.get("/v1/residency").json()["items"]}
@@ -332,7 +339,28 @@ def test_operators_see_each_adapter(world: HttpWorld) -> None:
     assert here["loadSeconds"] > 0
     assert here["secondsPerToken"] > 0
     assert here["residentBytes"] > 0
-    assert (gone["state"], gone["residentBytes"], gone["unloads"]) == (None, 0, {"REVOKED": 1})
+    assert here["kvBytes"] == block > 0
+    assert (gone["state"], gone["unloads"]) == (None, {"REVOKED": 1})
+    assert (gone["residentBytes"], gone["kvBytes"]) == (0, 0)
+
+
+def test_a_session_whose_page_no_lane_takes_is_answered_cold_and_the_log_says_so(
+    world: HttpWorld, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = next(iter(world.registry.artifacts))
+    cold = world.complete(digest)
+    until(lambda: len(world.node.slots.entries()) == 1)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lanes, "restore", broken)
+        again = world.complete(digest, n=2)
+    assert [choice.text for choice in again.choices] == [cold.choices[0].text] * 2
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
+    until(lambda: [entry.page for entry in world.node.slots.entries()] == [2])
+    assert log.getvalue().count("slot page 1: refused") == 1
 
 
 def test_a_load_that_fails_is_counted(world: HttpWorld) -> None:
@@ -343,6 +371,46 @@ def test_a_load_that_fails_is_counted(world: HttpWorld) -> None:
     (item,) = world.get("/v1/residency").json()["items"]
     assert (item["loadFailures"], item["loads"], item["loadSeconds"]) == (1, 0, None)
     assert "node_load_failures_total 1.0" in world.get("/metrics").text
+
+
+def test_a_refusal_is_logged_with_the_tuple_once_it_is_known(
+    world: HttpWorld, log: io.StringIO
+) -> None:
+    who, digest, claims = callers(world)[0]
+    ask = world.client(digest, **claims).completions.create
+    with pytest.raises(openai.BadRequestError):
+        ask(model="any", prompt="w1", n=9)
+    with pytest.raises(openai.BadRequestError):
+        ask(model="any", prompt="w1 " * 1200)
+    with pytest.raises(openai.PermissionDeniedError):
+        world.client(digest, node="node-2", **claims).completions.create(model="any", prompt="w1")
+    form, length, denied = lines_of(log, "request.refused")
+    assert (form["code"], length["code"]) == ("MALFORMED", "CONTEXT_LENGTH_EXCEEDED")
+    assert tuple_of(form) == tuple_of(length) == tuple_of(who.fields())
+    # Nothing that a context says is believed before it holds.
+    assert not set(FIELDS) & set(denied)
+
+
+def test_what_happens_to_pages_is_logged_with_the_tuple(world: HttpWorld, log: io.StringIO) -> None:
+    who, digest, claims = callers(world)[0]
+    ask = world.client(digest, **claims).completions.create
+    said = "w1 w2 w3 w4"
+    for _ in range(2):
+        ask(model="any", prompt=said, max_tokens=2)
+    until(lambda: len(lines_of(log, "slot.saved")) == 2)
+    assert digest is not None
+    world.registry.revoke(digest, deadline=0)
+    until(lambda: len(lines_of(log, "slot.removed")) == 1)
+    events = [line for line in map(json.loads, log.getvalue().splitlines()) if "page" in line]
+    assert [line["event"] for line in events] == [
+        "slot.saved",
+        "slot.restored",
+        "slot.saved",
+        "slot.removed",
+    ]
+    assert {tuple_of(line) for line in events} == {tuple_of(who.fields())}
+    assert [line["page"] for line in events] == [1, 1, 2, 2]
+    assert events[1]["tokens"] > 0
 
 
 def test_without_a_collector_nothing_is_traced() -> None:

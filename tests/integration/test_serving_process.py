@@ -1,4 +1,4 @@
-"""The node as a process of its own: it comes up, answers, and finishes what runs on SIGTERM."""
+"""The node as a process of its own: it comes up, answers, and ends, whatever hangs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from typing import Any
 import httpx
 import pytest
 
+from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
+]
 
-# The real main on an in-memory registry; only the client is another.
+# The real main on an in-memory registry; only the client is another, and what the test breaks.
 PROGRAM = """
-import sys
+import sys, threading
 from pathlib import Path
 from tests.integration import serving_world as sw
 from gpu_worker.serving import startup
@@ -34,8 +38,13 @@ class Client(sw.FakeRegistry):
     def __exit__(self, *_): return None
 fake = Client(root / "keys", sw.prove(root / "base"))
 (root / "trust.json").write_bytes(fake.trust_json())
+if (root / "adapter").exists():
+    fake.publish({path.name: path.read_bytes() for path in (root / "adapter").iterdir()})
 startup.RegistryClient = lambda url, token: fake
-sys.exit(startup.main(sys.argv[2:]))
+def hang(*_, **__): threading.Event().wait()
+def die(*_): raise SystemError("injected")
+exec(sys.argv[2])
+sys.exit(startup.main(sys.argv[3:]))
 """
 
 
@@ -47,27 +56,31 @@ class Process:
     process: subprocess.Popen[bytes]
     url: str
 
-    def ask(self, **fields: Any) -> httpx.Response:
+    def ask(self, digest: Digest | None = None, **fields: Any) -> httpx.Response:
         """A request's answer, whole."""
         asked = {"prompt": "w1 w2 w3", "max_tokens": 400, "temperature": 0, **fields}
         body = json.dumps(asked).encode()
         return httpx.post(
             f"{self.url}/v1/completions",
             content=body,
-            headers={"Routing-Context": self.registry.context(body, None)},
+            headers={"Routing-Context": self.registry.context(body, digest)},
             timeout=60,
         )
 
-    def running(self) -> int:
-        """How many requests run."""
+    def count(self, *queues: str) -> int:
+        """How many requests are there."""
         text = httpx.get(f"{self.url}/metrics").text
-        (line,) = [line for line in text.splitlines() if 'queue="running"' in line]
-        return int(float(line.split()[-1]))
+        names = [f'queue="{queue}"' for queue in queues]
+        lines = [line for line in text.splitlines() if any(name in line for name in names)]
+        return sum(int(float(line.split()[-1])) for line in lines)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
 
 
 @contextmanager
-def node(root: Path, *options: str) -> Iterator[Process]:
-    """A node that is up, until the end."""
+def node(root: Path, *options: str, broken: str = "") -> Iterator[Process]:
+    """A node that is up, until the end; ``broken`` is run before it starts."""
     base = sw.prove(sw.base_make(root / "base"))
     (root / "token").write_text("token\n")
     with socket.socket() as probe:
@@ -77,7 +90,7 @@ def node(root: Path, *options: str) -> Iterator[Process]:
     arguments += ["--base", str(base.dir), "--port", str(port), "--device", "cpu", *options]
     arguments += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(root), *arguments],
+        [sys.executable, "-c", PROGRAM, str(root), broken, *arguments],
         env={"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}", "PATH": "/usr/bin:/bin"},
         stderr=(root / "log").open("wb"),
     )
@@ -91,18 +104,28 @@ def node(root: Path, *options: str) -> Iterator[Process]:
         process.wait()
 
 
+def adapter_make(root: Path) -> Digest:
+    """An adapter that the node's registry has; its digest."""
+    base = sw.prove(sw.base_make(root / "base"))
+    sw.peft_make(base.dir, root / "peft", 0)
+    files = sw.adapter_files(base, root / "peft")
+    (root / "adapter").mkdir()
+    for name, content in files.items():
+        (root / "adapter" / name).write_bytes(content)
+    return sw.FakeRegistry(root / "publisher", base).publish(files)
+
+
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
     with node(tmp_path) as started, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(started.ask)
-        _until(lambda: started.running() == 1)
-        started.process.send_signal(signal.SIGTERM)
+        _until(lambda: started.count("running") == 1)
+        started.terminate()
         assert answer.result().status_code == 200
         assert answer.result().json()["usage"]["completion_tokens"] == 400
         assert started.process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             started.ask()
-    last = json.loads((tmp_path / "log").read_text().splitlines()[-1])
-    assert last["message"] == f"node {sw.NODE} stopped"
+    assert f"node {sw.NODE} stopped" in (tmp_path / "log").read_text()
 
 
 def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
@@ -110,8 +133,8 @@ def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
         asked = {"max_tokens": 1000, "n": 8, "temperature": 1}
         whole = [pool.submit(started.ask, **asked) for _ in range(7)]
         stream = pool.submit(started.ask, stream=True, **asked)
-        _until(lambda: started.running() > 0)
-        started.process.send_signal(signal.SIGTERM)
+        _until(lambda: started.count("waiting", "running") == 8)
+        started.terminate()
         answers = [each.result() for each in whole]
         last = stream.result().text.strip().split("\n\n")[-1]
         assert started.process.wait(60) == 0
@@ -120,6 +143,57 @@ def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
     assert {answer.json()["error"]["code"] for answer in cut} <= {"cancelled", "unavailable"}
     assert all(int(answer.headers["retry-after"]) > 0 for answer in cut)
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "cancelled"
+
+
+def test_what_waits_for_an_adapter_is_handed_back_at_once(tmp_path: Path) -> None:
+    digest = adapter_make(tmp_path)
+    # The pull never ends.
+    with (
+        node(tmp_path, "--drain-seconds", "3600", broken="fake.pull = hang") as started,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        waiting = [pool.submit(started.ask, digest, stream=stream) for stream in (False, True)]
+        _until(lambda: started.count("starting") == 2)
+        started.terminate()
+        answers = [each.result() for each in waiting]
+        assert started.process.wait(60) == 0
+    assert {answer.status_code for answer in answers} == {503}
+    assert {answer.json()["error"]["code"] for answer in answers} == {"unavailable"}
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("broken", "queues"),
+    [
+        ("from gpu_worker.serving.slots import Slots; Slots.restore = hang", ["starting"]),
+        (
+            "from gpu_worker.serving.requests import Requests; Requests._run = hang",
+            ["waiting", "running"],
+        ),
+    ],
+    ids=["disk", "model"],
+)
+def test_whatever_hangs_is_handed_back_and_does_not_keep_the_process(
+    tmp_path: Path, broken: str, queues: list[str]
+) -> None:
+    options = ("--drain-seconds", "1")
+    broken += "; startup._STOP_SECONDS = 1"
+    with node(tmp_path, *options, broken=broken) as started, ThreadPoolExecutor(2) as pool:
+        hanging = [pool.submit(started.ask, stream=stream) for stream in (False, True)]
+        _until(lambda: started.count(*queues) == 2)
+        started.terminate()
+        answers = [each.result() for each in hanging]
+        assert started.process.wait(60) == 0
+    assert {answer.status_code for answer in answers} == {503}
+    assert {answer.json()["error"]["code"] for answer in answers} == {"cancelled"}
+
+
+def test_a_node_whose_model_thread_died_ends_with_an_error(tmp_path: Path) -> None:
+    broken = "from gpu_worker.serving.requests import Requests; Requests.step = die"
+    with node(tmp_path, broken=broken) as started:
+        assert started.ask().status_code == 503
+        assert started.process.wait(60) == 1
+    assert "the engine is stopped" in (tmp_path / "log").read_text()
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -146,11 +146,11 @@ def test_a_save_cut_off_anywhere_leaves_the_old_page_or_the_new_one(
         found = slots.restore(SESSION, IDENTITY)
         other = slots.restore(OTHER, IDENTITY)
         assert other is not None
-        assert state_hash(other) == state_hash(NEW)
+        assert state_hash(other.state) == state_hash(NEW)
         assert found is not None
-        assert state_hash(found) in {state_hash(OLD), state_hash(NEW)}
+        assert state_hash(found.state) in {state_hash(OLD), state_hash(NEW)}
         assert disk.failed is (at < MOST)
-        assert disk.failed or state_hash(found) == state_hash(NEW)
+        assert disk.failed or state_hash(found.state) == state_hash(NEW)
         # Nothing of the one that was cut off is left.
         assert len(list(folder.iterdir())) == 1 + 2 * 2
 
@@ -176,11 +176,11 @@ def test_a_save_on_a_failing_disk_is_no_fault_of_the_turn(
         kinds = world.kinds()
         if page is not None:
             assert found is not None
-            assert state_hash(found) == state_hash(NEW)
+            assert state_hash(found.state) == state_hash(NEW)
         else:
             assert disk.failed
             assert SlotEventKind.NOT_SAVED in kinds
-            assert found is None or state_hash(found) == state_hash(OLD)
+            assert found is None or state_hash(found.state) == state_hash(OLD)
         assert world.refusals() == []
         assert disk.failed is (at < MOST)
         # Afterwards everything works, and what is held is what lies on the disk.
@@ -191,7 +191,7 @@ def test_a_save_on_a_failing_disk_is_no_fault_of_the_turn(
         assert sorted(slots.entries(), key=lambda entry: entry.page) == held
         found = slots.restore(SESSION, IDENTITY)
         assert found is not None
-        assert state_hash(found) == state_hash(OLD)
+        assert state_hash(found.state) == state_hash(OLD)
         assert len(list(folder.iterdir())) == 1 + 2 * 2
 
 
@@ -329,5 +329,5 @@ def test_after_a_killed_process_the_last_page_that_it_reported_or_a_later_one_re
         (entry,) = slots.entries()
         assert entry.page >= reported[-1]
         assert found is not None
-        assert state_hash(found) == state_hash(state_make(range(1, 9), seed=entry.page))
+        assert state_hash(found.state) == state_hash(state_make(range(1, 9), seed=entry.page))
         assert len(list(folder.iterdir())) == 3

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from gpu_worker.serving.adapter import Part
-from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.lanes import Lanes, LaneState
+from gpu_worker.serving.ledger import Category, Ledger
+from gpu_worker.serving.residency import Key
 from gpu_worker.serving.sequence import EngineError
 from gpu_worker.serving.slot_events import SlotEventKind
 from gpu_worker.serving.slot_key import NodeKey
@@ -29,6 +31,7 @@ from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
 from tests.integration.slot_world import IDENTITY, A, B, state_hash, state_make
 from tests.integration.turn_world import (
+    TENANT_ID,
     Answer,
     TurnNode,
     TurnWorld,
@@ -244,6 +247,66 @@ def test_a_revoked_adapters_pages_are_gone_and_none_is_saved_any_more(world: Tur
         assert [entry.adapter_digest for entry in node.slots.entries()] == [B]
 
 
+@pytest.mark.parametrize("digest", [A, BASE_MARKER], ids=["adapter", "base"])
+def test_a_page_that_no_lane_takes_is_one_cold_prefill_dropped_and_said(
+    world: TurnWorld, cold: TurnNode, monkeypatch: pytest.MonkeyPatch, digest: Digest
+) -> None:
+    restore = Lanes.restore
+    tried: list[LaneState] = []
+
+    def torn(lanes: Lanes, lane: int, state: LaneState, count: int) -> None:
+        restore(lanes, lane, state, count)
+        tried.append(state)
+        raise RuntimeError("injected")
+
+    with world.node() as node:
+        first = node.turn(digest, PROMPT)
+        prompt = follow_up(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lanes, "restore", torn)
+            turn = node.turns.begin(context_make(digest))
+            options = {
+                "lane_state": turn.lane_state,
+                "on_restore_failed": turn.on_restore_failed,
+            }
+            # Two answers to one request: both are cold, and the page is refused once.
+            second, again = (node.run(digest, prompt, **options) for _ in range(2))
+            assert second == again == cold.run(digest, prompt)
+            assert second.reused == 0
+            # None of them saved a page: the session has none, and does not try this one again.
+            third = node.turn(digest, prompt)
+            assert third == second._replace(reused=64), "of the first turn's prompt, in memory"
+            assert len(tried) == 2
+        assert refusals(world) == [Refusal.LANE]
+        (told,) = [event for event in world.events if event.reason == Refusal.LANE]
+        assert (told.page, told.tenant_id, told.adapter_digest) == (1, TENANT_ID, digest)
+        assert told.got == "'RuntimeError'"
+        # The turn after it goes on from what the cold one saved.
+        longer = follow_up(third, prompt)
+        fourth = node.turn(digest, longer)
+        assert fourth.reused == len(prompt) + len(third.tokens) - 1
+        assert fourth.same(cold.run(digest, longer))
+    assert refusals(world) == [Refusal.LANE]
+
+
+def test_a_page_that_was_replaced_meanwhile_is_not_dropped(world: TurnWorld) -> None:
+    with world.node() as node:
+        node.turn(A, PROMPT)
+        late = node.turns.begin(context_make(A))
+        assert late.on_restore_failed is not None
+        node.turn(A, OTHER_PROMPT)
+        node.turns.begin(context_make(A))
+        late.on_restore_failed(RuntimeError("injected"))
+        assert node.turns.begin(context_make(A)).lane_state is not None
+        assert [entry.page for entry in node.slots.entries()] == [2]
+    assert refusals(world) == []
+
+
+def test_a_turn_without_a_page_has_nothing_to_refuse(world: TurnWorld) -> None:
+    with world.node() as node:
+        assert node.turns.begin(context_make(A)).on_restore_failed is None
+
+
 def test_a_context_without_every_part_begins_no_turn(world: TurnWorld) -> None:
     with world.node() as node:
         for change in ({"chat_template_digest": ""}, {"tokenizer_digest": ""}, {"subject": ""}):
@@ -272,7 +335,7 @@ def held(world: TurnWorld) -> Iterator[tuple[Held, Turns, Slots]]:
     key = Held()
     slots = Slots(world.folder, key, on_event=world.events.append)
     runtime = Runtime(IDENTITY.base_digest, IDENTITY.dtype, IDENTITY.layout, (("torch", "2"),))
-    turns = Turns(slots, runtime)
+    turns = Turns(slots, runtime, Ledger(2**30), 2**20)
     yield key, turns, slots
     key.go.set()
     turns.close()
@@ -313,3 +376,39 @@ def test_when_the_disk_cannot_follow_saves_are_left_out_and_said(
     for number in range(5):
         assert turns.begin(context_make(A, f"s-{number}")).lane_state is not None
     assert len(slots.entries()) == 5
+
+
+@pytest.mark.parametrize("digest", [A, BASE_MARKER])
+def test_a_page_is_in_the_ledger_from_its_reading_to_the_end_of_its_turn(
+    world: TurnWorld, digest: Digest
+) -> None:
+    with world.node() as node:
+        node.turn(digest, PROMPT)
+        turn = node.turns.begin(context_make(digest))
+        assert turn.lane_state is not None
+        owner = TENANT_ID if digest == BASE_MARKER else Key(TENANT_ID, digest)
+        assert world.ledger.by_owner() == {owner: {Category.KV: turn.lane_state.size}}
+        turn.release()
+        assert world.ledger.holdings() == ()
+
+
+def test_a_session_goes_on_cold_where_there_is_no_memory_for_its_page(world: TurnWorld) -> None:
+    with world.node() as node:
+        cold = node.turn(A, PROMPT)
+    world.ledger = Ledger(1)
+    with world.node() as node:
+        turn = node.turns.begin(context_make(A))
+        turn.release()
+        assert turn.lane_state is None
+        assert node.turn(A, PROMPT) == cold
+        assert world.ledger.holdings() == ()
+    # The page is as it was: nothing is wrong with it.
+    world.ledger = Ledger(2**30)
+    with world.node() as node:
+        assert node.turn(A, (*PROMPT, *cold.tokens, *MORE)).reused > 0
+
+
+def test_a_session_without_a_page_holds_nothing(world: TurnWorld) -> None:
+    with world.node() as node:
+        node.turns.begin(context_make(A))
+        assert world.ledger.holdings() == ()

@@ -228,7 +228,7 @@ def test_sessions_save_and_restore_at_once(world: World) -> None:
         for _ in range(5):
             slots.save(session, IDENTITY, states[number])
             found = slots.restore(session, IDENTITY)
-            if found is None or state_hash(found) != state_hash(states[number]):
+            if found is None or state_hash(found.state) != state_hash(states[number]):
                 wrong.append(number)
 
     threads = [threading.Thread(target=turns, args=(number,)) for number in states]

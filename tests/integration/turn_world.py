@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from gpu_worker.serving.adapter import Adapter, Part
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.identity import Layout
+from gpu_worker.serving.ledger import Ledger
 from gpu_worker.serving.sequence import Job, Sampling
 from gpu_worker.serving.slot_events import SlotEvent
 from gpu_worker.serving.slot_key import NodeKey
@@ -121,13 +122,17 @@ class TurnNode:
     ) -> Answer:
         """One turn of a session, as a node serves it."""
         turn = self.turns.begin(context_make(digest, session, **changes))
-        return self.run(
-            digest,
-            prompt,
-            root_key=turn.root_key,
-            lane_state=turn.lane_state,
-            on_lane_state=turn.on_lane_state,
-        )
+        try:
+            return self.run(
+                digest,
+                prompt,
+                root_key=turn.root_key,
+                lane_state=turn.lane_state,
+                on_restore_failed=turn.on_restore_failed,
+                on_lane_state=turn.on_lane_state,
+            )
+        finally:
+            turn.release()
 
     def run(
         self, digest: Digest, prompt: Sequence[int], *, new: int = NEW, **options: Any
@@ -159,6 +164,7 @@ class TurnWorld:
     events: list[SlotEvent] = field(default_factory=list)
     base: Callable[[torch.dtype], PreTrainedModel] = tiny_model
     lane_tokens: int = 512
+    ledger: Ledger = field(default_factory=lambda: Ledger(2**40))
 
     @contextmanager
     def node(
@@ -184,7 +190,8 @@ class TurnWorld:
             layout=Layout(layers=engine.layers, block_tokens=BLOCK_TOKENS),
             library_versions=library_versions("cpu"),
         )
-        turns = Turns(slots, runtime)
+        lane_bytes = engine.memory().lanes // engine.workspace.lanes
+        turns = Turns(slots, runtime, self.ledger, lane_bytes)
         try:
             yield TurnNode(engine, slots, turns)
         finally:

@@ -188,6 +188,43 @@ def test_no_connection_is_unavailable_and_says_where() -> None:
         client_with(handler).whoami()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.DecodingError("not gzip"),
+        httpx.TooManyRedirects("round and round"),
+        httpx.ReadTimeout(""),
+        httpx.RemoteProtocolError("no status"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_goes_wrong_on_the_way_is_unavailable(error: httpx.RequestError) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        error.request = request
+        raise error
+
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        client_with(handler).whoami()
+
+
+def test_an_answer_that_cannot_be_decoded_is_unavailable() -> None:
+    client = client_with(
+        lambda _: httpx.Response(
+            200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
+        )
+    )
+    with pytest.raises(UnavailableError, match="no answer"):
+        client.whoami()
+
+
+@pytest.mark.parametrize("location", [None, "http://[::1", "http://127.0.0.1:1/\x00"])
+def test_an_upload_that_is_nowhere_is_unavailable(location: str | None, tmp_path: Path) -> None:
+    headers = {} if location is None else {"Location": location}
+    client = client_with(lambda _: httpx.Response(202, headers=headers))
+    with pytest.raises(UnavailableError):
+        client.push("t", "a", adapter_files(tmp_path))
+
+
 @pytest.mark.parametrize("url", ["localhost:8400", "ftp://x", "http://", ""])
 def test_an_address_in_another_form_is_malformed(url: str) -> None:
     with pytest.raises(MalformedError, match="url"):

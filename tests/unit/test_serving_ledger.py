@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -15,6 +17,7 @@ from gpu_worker.serving.ledger import (
     Ledger,
     LedgerError,
     LedgerFullError,
+    Owner,
     Reservation,
     error_of,
 )
@@ -32,7 +35,7 @@ def test_categories_digests_and_tenants_are_counted_apart() -> None:
     ledger.hold(Category.KV, 50, ONE)
     for owner, size in ((ONE, 10), (TWO, 20), (THREE, 30)):
         ledger.reserve(Category.ADAPTER, 100, owner).commit(size)
-    assert ledger.by_category() == {
+    assert ledger.taken() == {
         Category.BASE: 400,
         Category.ADAPTER: 60,
         Category.WORKSPACE: 0,
@@ -79,38 +82,62 @@ def test_a_reservation_goes_one_way() -> None:
 def test_a_row_of_the_bank_is_adapter_weights_while_it_is_taken() -> None:
     ledger = Ledger(1000, bank=300)
     ledger.hold(Category.BASE, 500)
-    assert ledger.by_category()[Category.WORKSPACE] == 300
+    assert ledger.taken()[Category.WORKSPACE] == 300
     assert ledger.free(Category.WORKSPACE) == 200
     assert ledger.free(Category.ADAPTER) == 300
     row = ledger.hold(Category.ADAPTER, 100, ONE)
-    assert ledger.by_category()[Category.WORKSPACE] == 200
-    assert sum(ledger.by_category().values()) == 800
+    assert ledger.taken()[Category.WORKSPACE] == 200
+    assert sum(ledger.taken().values()) == 800
     # A full bank is full, although the budget has more.
     with pytest.raises(LedgerFullError):
         ledger.reserve(Category.ADAPTER, 201, TWO)
     row.release()
-    assert sum(ledger.by_category().values()) == 800
+    assert sum(ledger.taken().values()) == 800
     with pytest.raises(LedgerError):
         Ledger(100, bank=101)
 
 
-def test_a_cache_takes_more_or_less_of_what_it_claimed() -> None:
+def test_a_row_is_taken_once_it_is_committed() -> None:
     ledger = Ledger(1000, bank=100)
-    blocks = ledger.reserve(Category.KV, 300)
-    assert ledger.taken() == {**dict.fromkeys(Category, 0), Category.WORKSPACE: 100}
-    for size in (200, 300, 50):
-        blocks.take(size)
-        assert ledger.taken()[Category.KV] == size
-        assert ledger.by_category()[Category.KV] == 300
-    with pytest.raises(LedgerError, match="at most 300 bytes, got 301"):
-        blocks.take(301)
     row = ledger.reserve(Category.ADAPTER, 60, ONE)
     assert ledger.taken()[Category.WORKSPACE] == 100
     row.commit(40)
     assert ledger.taken()[Category.WORKSPACE] == 60
-    assert sum(ledger.taken().values()) == 150
-    with pytest.raises(LedgerError):
-        row.take(1)
+    assert sum(ledger.taken().values()) == 100
+
+
+def test_a_pool_is_claimed_once_and_whose_its_parts_are_is_counted_when_asked() -> None:
+    ledger = Ledger(1000, bank=100)
+    parts: dict[Owner | None, int] = {}
+    ledger.pool(Category.KV, 300, lambda: parts)
+    ledger.hold(Category.ADAPTER, 50, ONE)
+    states: list[dict[Owner | None, int]] = [
+        {None: 200},
+        {None: 150, ONE: 30, TWO: 20, THREE: 100},
+        # A tenant beside its digests: what it runs on the base alone.
+        {ONE: 10, ONE.tenant_id: 7},
+        {},
+    ]
+    for now in states:
+        parts = dict(now)
+        assert ledger.taken()[Category.KV] == sum(now.values())
+        assert ledger.free(Category.KV) == 600
+        assert kv_of(ledger.by_owner()) == {k: n for k, n in now.items() if k is not None}
+        assert ledger.by_owner()[ONE][Category.ADAPTER] == 50
+        one = sum(now.get(owner, 0) for owner in (ONE, TWO, ONE.tenant_id))
+        expected = {ONE.tenant_id: one, THREE.tenant_id: now.get(THREE, 0)}
+        assert kv_of(ledger.by_tenant()) == {k: n for k, n in expected.items() if n}
+        assert sum(line.size for line in ledger.holdings()) == 350
+    parts = {ONE: 301}
+    with pytest.raises(LedgerError, match="at most 300 bytes, got 301"):
+        ledger.by_owner()
+    with pytest.raises(LedgerFullError):
+        ledger.pool(Category.KV, 601, dict)
+
+
+def kv_of(lines: Mapping[Any, Mapping[Category, int]]) -> dict[Any, int]:
+    """The KV of each owner that has any."""
+    return {owner: line[Category.KV] for owner, line in lines.items() if Category.KV in line}
 
 
 def test_the_error_is_a_part_of_what_was_measured() -> None:
@@ -189,13 +216,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        total = self.ledger.by_category()
-        assert all(size >= 0 for size in total.values())
-        assert sum(total.values()) <= self.ledger.budget
+        lines = self.ledger.holdings()
+        assert all(0 <= line.taken <= line.size for line in lines)
         adapters = sum(n for r, n in self.model.items() if r.category is Category.ADAPTER)
-        assert total[Category.ADAPTER] == adapters
+        assert sum(line.size for line in lines if line.category is Category.ADAPTER) == adapters
+        assert self.ledger.free(Category.ADAPTER) == 200 - adapters >= 0
         others = sum(self.model.values()) - adapters
-        assert sum(total.values()) == others + 200
+        assert self.ledger.free(Category.KV) == 300 - others >= 0
         owned = sum(n for r, n in self.model.items() if r.owner is not None)
         assert sum(sum(own.values()) for own in self.ledger.by_owner().values()) == owned
         assert sum(sum(own.values()) for own in self.ledger.by_tenant().values()) == owned

@@ -12,7 +12,12 @@ import pytest
 from gpu_worker.serving.loader import Load, LoadQueue, QueueLimits, Ticket, outcome_of
 from gpu_worker.serving.residency import Key
 from registry_service.domain.digests import Digest
-from registry_service.domain.errors import NotFoundError, RefusedError, UnavailableError
+from registry_service.domain.errors import (
+    NotFoundError,
+    RefusedError,
+    TooManyRequestsError,
+    UnavailableError,
+)
 
 
 def load(tenant: int, number: int) -> Load:
@@ -36,6 +41,7 @@ class Stand:
     def __init__(self, *, threads: int = 1, **bounds: float) -> None:
         self.clock = Clock()
         self.ran: list[Key] = []
+        self.ended: list[Key] = []
         self.gate = threading.Semaphore(0)
         self.error: Exception | None = None
         self.queue = LoadQueue(
@@ -49,6 +55,7 @@ class Stand:
         self.ran.append(ticket.load.key)
         assert self.gate.acquire(timeout=10)
         self.queue.settle(ticket, self.error)
+        self.ended.append(ticket.load.key)
 
     def let(self, count: int = 1) -> None:
         self.gate.release(count)
@@ -135,6 +142,35 @@ def test_the_queue_is_bounded_in_all_and_for_each_tenant() -> None:
         assert made.queue.join(load(2, 1)) is ticket
 
 
+def test_what_waits_is_counted_in_sequences() -> None:
+    with stand(waiting=10, waiting_each=9) as made:
+        with pytest.raises(TooManyRequestsError):
+            made.queue.join(load(1, 0), 10)
+        ticket = made.queue.join(load(1, 0), 8)
+        with pytest.raises(TooManyRequestsError):
+            made.queue.join(load(1, 0), 2)
+        with pytest.raises(TooManyRequestsError):
+            made.queue.join(load(1, 1), 3)
+        made.queue.join(load(1, 0))
+        made.queue.leave(ticket, 8)
+        assert ticket.waiting == 1
+        assert made.queue.join(load(1, 0), 8) is ticket
+
+
+def test_a_load_that_ended_is_told_though_it_cannot_be_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    with stand() as made:
+        ticket = made.queue.join(load(1, 1))
+        monkeypatch.setattr(made.queue._backoff, "succeeded", failing)
+        made.let()
+        assert ticket.done.wait(10)
+        assert ticket.error is None
+
+
 def test_a_tenant_loads_no_more_often_than_its_rate() -> None:
     with stand(per_minute=2) as made:
         made.let(10)
@@ -218,13 +254,16 @@ def test_a_queue_that_stops_refuses_what_waits_and_what_comes() -> None:
         until(lambda: len(made.ran) == 1)
         waiting = made.queue.join(load(1, 1))
         made.queue.stop()
-        assert waiting.done.wait(10)
-        assert "stopping" in str(waiting.error)
+        # Also whoever waits for one that runs, and may never end.
+        for ticket in (waiting, running):
+            assert ticket.done.wait(10)
+            assert "stopping" in str(ticket.error)
+            assert ticket.waiting == 0
         with pytest.raises(UnavailableError, match="stopping"):
             made.queue.join(load(1, 2))
         made.let()
-        assert running.done.wait(10)
-        assert running.error is None
+        until(lambda: len(made.ended) == 1)
+        assert "stopping" in str(running.error)
 
 
 def test_faults_are_told_in_words_of_the_service() -> None:

@@ -96,6 +96,7 @@ def test_store(tmp_path: Path) -> None:
     store.feed_index_write(7)
     store.folder(key).mkdir(parents=True)
     (store.folder(key) / "file").write_bytes(b"123")
+    store.revocable_write(key, DIGEST, DIGEST)
     leftover = store.folder(key).with_name(".staging")
     leftover.mkdir()
     store.close()

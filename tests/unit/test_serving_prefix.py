@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_worker.serving.prefix import Block, PrefixCache, block_keys
+from gpu_worker.serving.sequence import Holder
 from gpu_worker.serving.workspace import BLOCK_TOKENS
 
 MANY = 10**9
@@ -117,3 +120,48 @@ def test_a_purge_is_complete_and_counted() -> None:
     assert cache.drop([b"0", b"1", b"unknown"]) == 1
     assert cache.purge("a0") + cache.purge("a2") == 7
     assert (len(cache), cache.size) == (0, 0)
+
+
+def test_the_bytes_of_each_holder_are_those_of_its_blocks() -> None:
+    cache = PrefixCache(tenant_bytes=50, total_bytes=90)
+    chain = keys(30)
+
+    def check() -> None:
+        counted: dict[Holder, int] = {}
+        for one in cache._blocks.values():
+            counted[one.holder] = counted.get(one.holder, 0) + one.size
+        assert cache.held() == counted
+        assert cache.size == sum(counted.values())
+
+    for number, key in enumerate(chain):
+        cache.publish(key, block(f"t{number % 2}", (None, "a0", "a1")[number % 3], 1 + number % 7))
+        check()
+    for step in (
+        lambda: cache.drop(chain[20:23]),
+        lambda: cache.purge("a0"),
+        lambda: cache.purge("a1"),
+        lambda: cache.purge(None),
+    ):
+        assert step() > 0
+        check()
+    assert cache.held() == {}
+
+
+def test_the_bytes_may_be_asked_for_while_blocks_come_and_go() -> None:
+    cache = PrefixCache(tenant_bytes=30, total_bytes=60)
+    wrong: list[int] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            wrong.extend(size for size in (sum(cache.held().values()), cache.size) if size > 60)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(3000):
+        cache.publish(b"%d" % number, block(f"t{number % 50}", f"a{number % 7}"))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

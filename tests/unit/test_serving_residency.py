@@ -88,17 +88,16 @@ def test_a_retired_key_drains_and_may_be_loaded_again() -> None:
     table.load_begin(KEY)
 
 
-def test_a_retired_key_serves_again_unless_it_was_revoked_meanwhile() -> None:
+def test_a_request_takes_and_returns_a_reference_for_each_of_its_sequences() -> None:
     table = serving()
-    table.retire(KEY)
-    table.resume(KEY)
+    table.acquire(KEY, 8)
     table.acquire(KEY)
+    assert table.residents()[0].references == 9
+    table.release(KEY, 8)
+    with pytest.raises(ResidencyError, match="more often"):
+        table.release(KEY, 2)
     table.release(KEY)
-    table.retire(KEY)
-    table.revoke(KEY, None)
-    with pytest.raises(ResidencyError, match="revoked"):
-        table.resume(KEY)
-    assert table.state(KEY) is ResidentState.DRAINING
+    assert table.residents()[0].references == 0
 
 
 def test_a_load_ends_with_the_references_of_those_who_waited() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_worker.serving.pieces import Pieces as TokenPieces
 from gpu_worker.serving.stopping import StopText
 
 
@@ -73,3 +74,42 @@ def test_the_text_is_that_before_the_first_stop(pieces: list[str], stops: list[s
         if any(stop in "".join(pieces[:n]) for stop in stops)
     )
     assert "".join(shown) == seen[: min(seen.find(s) for s in stops if s in seen)]
+
+
+class Bytes:
+    """Token n is the byte n, and one has no text; it notes how much it was asked for at once."""
+
+    def __init__(self, silent: int = -1) -> None:
+        self.most = 0
+        self.silent = silent
+
+    def decode(self, tokens: list[int]) -> str:
+        self.most = max(self.most, len(tokens))
+        return bytes(t for t in tokens if t != self.silent).decode("utf-8", "replace")
+
+
+def pieces_of(content: bytes, silent: int = -1) -> tuple[list[str], int]:
+    """The text of each token, the rest, and the longest run that was decoded for it."""
+    decoder = Bytes(silent)
+    pieces = TokenPieces(decoder)
+    shown = [pieces.push(token) for token in content]
+    return [*shown, pieces.flush()], decoder.most
+
+
+def test_what_never_becomes_a_character_costs_the_same_for_each_token() -> None:
+    shown, most = pieces_of(b"\xc3" * 2000)
+    assert "".join(shown) == "\ufffd" * 2000
+    assert most <= 8
+
+
+def test_tokens_without_text_cost_the_same_each() -> None:
+    shown, most = pieces_of(b"a" + b"\x00" * 2000 + b"b", silent=0)
+    assert "".join(shown) == "ab"
+    assert most <= 8
+
+
+@given(st.lists(st.one_of(st.text(max_size=4).map(str.encode), st.binary(max_size=5))))
+def test_the_pieces_are_the_text(parts: list[bytes]) -> None:
+    content = b"".join(parts)
+    shown, _ = pieces_of(content)
+    assert "".join(shown) == content.decode("utf-8", "replace")

@@ -35,6 +35,10 @@ def own(registry: sw.FakeRegistry) -> Iterator[list[Digest]]:
     registry.down = False
     registry.pulls = 0
     yield [a.digest for a in registry.artifacts.values() if a.tenant == sw.TENANT]
+    registry.acknowledged.clear()
+    if registry.listed:
+        registry.listed = ()
+        registry.list_issue()
 
 
 @pytest.fixture
@@ -46,6 +50,7 @@ def others(registry: sw.FakeRegistry) -> list[Digest]:
 def start(
     registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
 ) -> Iterator[Callable[[LoadLimits], LoadWorld]]:
+    """Starts a node; again, over the same folder, once the one before has stopped."""
     worlds: list[LoadWorld] = []
 
     def run(limits: LoadLimits) -> LoadWorld:

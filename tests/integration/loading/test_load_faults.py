@@ -21,6 +21,7 @@ from gpu_worker.serving.loader import QueueLimits
 from gpu_worker.serving.options import LoadLimits
 from gpu_worker.serving.parameters import Unchanged
 from gpu_worker.serving.residency import Residency
+from gpu_worker.serving.sequence import CANCELLED, EngineError, Job
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import RefusedError, UnavailableError
 from tests.integration import serving_world as sw
@@ -39,9 +40,11 @@ STEPS: dict[str, Callable[[LoadWorld], tuple[object, str]]] = {
     "manifest": lambda world: (world.registry, "manifest"),
     "room": lambda _: (Ledger, "by_owner"),
     "reserve": lambda _: (Ledger, "reserve"),
+    "disk": lambda world: (world.node.store, "expect"),
     "pull": lambda world: (world.registry, "pull"),
     "read": lambda _: (admission_module, "files_read"),
     "check": lambda _: (admission_module, "adapter_read"),
+    "revocable": lambda world: (world.node.store, "revocable_write"),
     "prepare": lambda world: (world.node.engine._runner.bank, "prepare"),
     "attach": lambda world: (world.node.engine._runner.bank, "attach"),
     "base hash": lambda world: (world.node.residents._loading._admission, "_base_unchanged"),
@@ -117,11 +120,15 @@ def test_whatever_way_the_base_is_written_to_is_seen(dtype: torch.dtype) -> None
             assert not unchanged(), (write, number)
 
 
-def test_a_load_that_changes_the_base_is_refused(
-    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
+def test_a_load_that_changes_the_base_is_refused_and_nothing_runs_any_more(
+    world: LoadWorld,
+    own: list[Digest],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tensor = world.loaded.parameters[0][1]
     attach = world.node.engine.attach
+    running = world.node.engine.submit(Job((1, 2, 3), 900))
 
     def harmful(name: Any, adapter: Any) -> tuple[int, int]:
         with torch.inference_mode():
@@ -129,9 +136,20 @@ def test_a_load_that_changes_the_base_is_refused(
         return attach(name, adapter)
 
     monkeypatch.setattr(world.node.engine, "attach", harmful)
-    with pytest.raises(RefusedError, match="base's parameters changed"):
+    with pytest.raises((RefusedError, UnavailableError)):
         world.acquire(own[0])
-    world.clean()
+    assert not world.node.engine.alive
+    assert len(list(running.tokens())) < 900
+    assert running.finish_reason == CANCELLED
+    with pytest.raises(EngineError, match="the engine is stopped"):
+        world.node.engine.submit(Job((1, 2, 3), 4))
+    assert [r.__dict__["event"] for r in caplog.records if "event" in r.__dict__] == [
+        "base.changed"
+    ]
+    assert world.states() == {}
+    assert world.node.engine.references == 0
+    assert world.node.ledgers.device.by_owner() == {}
+    assert world.registry.placements == {}
 
 
 def test_bytes_that_differ_are_fetched_again_once_and_then_refused(

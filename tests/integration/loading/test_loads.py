@@ -138,8 +138,10 @@ def test_limits_of_an_adapter_and_of_a_tenant(
             queue=QueueLimits(waiting_each=2, per_minute=5),
         )
     )
+    with pytest.raises(UnavailableError, match="too many requests wait"):
+        world.acquire(own[0], sequences=3)
     leases = [world.acquire(own[0]), world.acquire(own[0])]
-    with pytest.raises(UnavailableError, match="at most 2 requests at once on one adapter"):
+    with pytest.raises(UnavailableError, match="at most 2 sequences at once on one adapter"):
         world.acquire(own[0])
     leases.append(world.acquire(own[1]))
     with pytest.raises(UnavailableError, match="the tenant's adapters"):
@@ -221,25 +223,25 @@ def test_revoked_while_it_is_retired_it_is_purged_and_acknowledged_too(
         world.acquire(own[0])
 
 
-def test_weights_that_cannot_be_let_go_of_serve_on(
-    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
+def test_a_limit_of_sequences_counts_those_of_each_request(
+    own: list[Digest], start: Callable[[LoadLimits], LoadWorld]
 ) -> None:
-    world.use(own[0])
-    faults = [RuntimeError("not now")]
-    detach = world.node.engine.detach
-
-    def failing(name: Any) -> int:
-        if faults:
-            raise faults.pop()
-        return detach(name)
-
-    monkeypatch.setattr(world.node.engine, "detach", failing)
-    world.node.residents.placement_lost(world.key(own[0]))
-    until(lambda: world.states() == {own[0]: "SERVING"} and not faults)
-    world.use(own[0])
-    world.ledger_check()
-    world.unload(own[0])
-    world.clean()
+    world = start(
+        LoadLimits(
+            adapters=4, rank=8, sequences=9, queue=QueueLimits(waiting_each=9, per_minute=60)
+        )
+    )
+    many = world.acquire(own[0], sequences=8)
+    assert [item.references for item in world.node.residents.residents()] == [8]
+    one = world.acquire(own[0])
+    with pytest.raises(UnavailableError, match="at most 9 sequences at once"):
+        world.acquire(own[0])
+    many.release()
+    many.release()
+    assert [item.references for item in world.node.residents.residents()] == [1]
+    world.acquire(own[0], sequences=8).release()
+    one.release()
+    assert [item.references for item in world.node.residents.residents()] == [0]
 
 
 def test_a_request_that_waits_too_long_goes_and_the_load_serves_the_next(

@@ -1,0 +1,84 @@
+"""Who may wait at once, and whose turn it is: bounds and turns between tenants."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+from registry_service.domain.errors import TooManyRequestsError, UnavailableError
+
+
+class Places:
+    """Places of one kind, bounded for each tenant and in all. Thread-safe."""
+
+    def __init__(self, what: str, *, tenant_most: int, most: int | None = None) -> None:
+        """``what`` names in the plural what takes a place; ``most`` None is no bound in all."""
+        self._what = what
+        self._tenant_most, self._most = tenant_most, most
+        self._lock = threading.Lock()
+        self._taken: Counter[UUID] = Counter()
+
+    @contextmanager
+    def held(self, tenant_id: UUID, count: int = 1) -> Iterator[None]:
+        """Hold so many of a tenant's places; they are given back on whichever thread it ends.
+
+        Raises:
+            TooManyRequestsError: the tenant has as many as it may. UnavailableError: all are taken.
+        """
+        self._take(tenant_id, count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[tenant_id] -= count
+                if not self._taken[tenant_id]:
+                    del self._taken[tenant_id]
+
+    def _take(self, tenant_id: UUID, count: int) -> None:
+        with self._lock:
+            if self._taken[tenant_id] + count > self._tenant_most:
+                raise TooManyRequestsError(
+                    f"expected at most {self._tenant_most} {self._what} at once for this tenant",
+                    retry_after=1,
+                )
+            if self._most is not None and self._taken.total() + count > self._most:
+                raise UnavailableError(
+                    f"expected at most {self._most} {self._what} at once on this node",
+                    retry_after=1,
+                )
+            self._taken[tenant_id] += count
+
+
+class TurnLock:
+    """A lock whose waiting tenants take turns, however many wait for one of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # By tenant, in the order of their turns.
+        self._waiting: dict[UUID, deque[object]] = {}
+        self._held = False
+
+    @contextmanager
+    def held(self, tenant_id: UUID) -> Iterator[None]:
+        """Wait for a turn of this tenant, and hold the lock."""
+        ticket = object()
+        with self._changed:
+            self._waiting.setdefault(tenant_id, deque()).append(ticket)
+            self._changed.wait_for(lambda: not self._held and self._next() is ticket)
+            self._held = True
+            tickets = self._waiting.pop(tenant_id)
+            tickets.popleft()
+            if tickets:
+                self._waiting[tenant_id] = tickets
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
+
+    def _next(self) -> object:
+        return next(iter(self._waiting.values()))[0]

@@ -1,0 +1,77 @@
+"""Places are bounded for each tenant and in all; tenants take turns at what one holds at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from uuid import UUID
+
+import pytest
+
+from gpu_worker.serving.places import Places, TurnLock
+from registry_service.domain.errors import TooManyRequestsError, UnavailableError
+
+ONE, TWO, THREE = (UUID(int=number) for number in (1, 2, 3))
+
+
+def test_a_tenants_places_are_its_own_and_are_given_back() -> None:
+    places = Places("chats", tenant_most=3)
+    with places.held(ONE, 2), places.held(ONE):
+        with pytest.raises(TooManyRequestsError, match="at most 3 chats at once for this tenant"):
+            places.held(ONE).__enter__()
+        with places.held(TWO, 3):
+            pass
+    with places.held(ONE, 3):
+        pass
+
+
+def test_all_tenants_together_are_bounded_too() -> None:
+    places = Places("chats", tenant_most=2, most=3)
+    with ExitStack() as held:
+        held.enter_context(places.held(ONE, 2))
+        held.enter_context(places.held(TWO))
+        with pytest.raises(
+            UnavailableError, match="at most 3 chats at once on this node"
+        ) as caught:
+            places.held(THREE).__enter__()
+    assert not isinstance(caught.value, TooManyRequestsError)
+    assert caught.value.retry_after
+    with places.held(THREE):
+        pass
+
+
+def test_a_place_is_given_back_whatever_happens() -> None:
+    places = Places("chats", tenant_most=1)
+    with pytest.raises(KeyError), places.held(ONE):
+        raise KeyError
+    with places.held(ONE):
+        pass
+
+
+def test_tenants_take_turns_however_many_wait_for_one() -> None:
+    lock = TurnLock()
+    ran: list[UUID] = []
+
+    def wait(tenant: UUID) -> None:
+        with lock.held(tenant):
+            ran.append(tenant)
+
+    threads = []
+    with lock.held(THREE):
+        for count, tenant in enumerate((ONE, ONE, ONE, TWO, TWO), start=1):
+            threads.append(threading.Thread(target=wait, args=(tenant,)))
+            threads[-1].start()
+            while sum(map(len, lock._waiting.values())) < count:
+                time.sleep(0.01)
+    for thread in threads:
+        thread.join(10)
+    assert ran == [ONE, TWO, ONE, TWO, ONE]
+
+
+def test_a_turn_that_fails_is_the_next_ones() -> None:
+    lock = TurnLock()
+    with pytest.raises(KeyError), lock.held(ONE):
+        raise KeyError
+    with lock.held(TWO):
+        pass
