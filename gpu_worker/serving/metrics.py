@@ -109,7 +109,7 @@ class _Looked(Collector):
             queues.add_metric((name,), count)
         sizes = GaugeMetricFamily(
             "node_resident_bytes",
-            "Bytes taken now, without those reserved; KV has all lanes, and prefix blocks as kept",
+            "Bytes taken now, not those reserved; KV: lanes, prefix blocks, restored pages",
             labels=("category",),
         )
         for name, size in self._looks.resident_bytes().items():

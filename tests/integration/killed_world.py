@@ -89,7 +89,7 @@ class KilledNode:
     def ask(self) -> httpx.Response:
         """A request for the adapter."""
         self.registry.routing_signer = sw.FileSigner.load(self.root / "keys" / "routing.pem")
-        body = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 4}).encode()
+        body = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 4, "temperature": 0}).encode()
         headers = {"Routing-Context": self.registry.context(body, self.digest)}
         return httpx.post(f"{self.url}/v1/completions", content=body, headers=headers, timeout=60)
 
