@@ -17,6 +17,7 @@ import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gpu_worker.serving.answering import Answering
 from gpu_worker.serving.completions import Completions
@@ -209,10 +210,13 @@ def _address_check(request: Request) -> None:
 
 async def _body(request: Request) -> bytes:
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > limits.ASKED_BYTES:
-            raise TooLargeError(f"body: expected at most {limits.ASKED_BYTES} bytes")
+    try:
+        async for part in request.stream():
+            content += part
+            if len(content) > limits.ASKED_BYTES:
+                raise TooLargeError(f"body: expected at most {limits.ASKED_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise AnswerCancelledError from error
     return bytes(content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gpu_worker.base_files import ProvenBase
@@ -201,3 +203,16 @@ def test_a_fault_before_all_answers_began_leaves_nothing(
         for generation in begun(world):
             generation.cancel()
     assert {answer.result().status_code for answer in asked} == {503}
+
+
+def test_who_leaves_while_the_body_arrives_is_no_fault_of_the_node(
+    world: HttpWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = httpx.URL(world.url)
+    with socket.create_connection((address.host, address.port or 80)) as caller:
+        caller.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: n\r\nContent-Length: 99\r\n\r\n{")
+    until(
+        lambda: 'node_requests_total{route="completions"' in httpx.get(f"{world.url}/metrics").text
+    )
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert world.idle()

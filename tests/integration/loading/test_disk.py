@@ -130,13 +130,13 @@ def test_files_that_went_for_room_leave_known_what_their_slots_may_be_revoked_by
         world.use(digest)
         world.unload(digest)
     world.slot_save(own[0])
-    (_, content) = world.node.store.revocable(world.key(own[0]))
+    (weights, _) = world.node.store.revocable(world.key(own[0]))
     for digest in own[2:4]:
         world.use(digest)
     assert stored(world) == set(own[2:4])
     # Of what has neither files nor slots nothing is left.
     assert set(world.node.store.revocable_keys()) == {world.key(d) for d in (own[0], *own[2:4])}
-    world.registry.list_issue(Revoked(digest_of(b"twin"), None, content, None, None))
+    world.registry.list_issue(Revoked(digest_of(b"twin"), weights, None, None, None))
     world.node.follower.list_refresh(world.node.residents)
     until(lambda: world.node.slots.entries() == () and not world.node.residents.letting_go)
     assert world.key(own[0]) not in world.node.store.revocable_keys()
