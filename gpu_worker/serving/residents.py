@@ -265,7 +265,9 @@ class Residents:
             loaded = self._loading.load(ticket.load, self._emptying.room_make, self._disk)
             self._serve(ticket, loaded)
         except BaseException as error:
-            if ticket.done.is_set():
+            with self._changed:
+                loading = self._table.state(key) is ResidentState.LOADING
+            if not loading:
                 # It serves, or drains, and that was told: what came after it undoes nothing.
                 raise
             self._load_failed(ticket, loaded, error)
