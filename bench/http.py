@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from bench.slots import BASE, smollm2
 from bench.stand import free_port, process_start
 
-CONCURRENT, ADAPTERS, WORDS, TOKENS, ROUNDS = 32, 8, 24, 32, 3
+CONCURRENT, ADAPTERS, WORDS, TOKENS, ROUNDS = 32, 8, 24, 32, 2
 RANK = 8
 KINDS = ("base", "mixed")
 # A speed as a share of the peer's.
@@ -69,6 +69,7 @@ def _rounds(servers: dict[tuple[str, str], Server]) -> dict[tuple[str, str], lis
             chance = random.Random(turn)
             prompts = [" ".join(chance.choices(VOCABULARY, k=WORDS)) for _ in range(CONCURRENT)]
             rate = asyncio.run(_round(server, kind, prompts))
+            print(f"round {turn} of {ROUNDS}: {who}, {kind}: {rate:.1f}/s", file=sys.stderr)
             if turn:
                 found[who, kind].append(rate)
     return found
