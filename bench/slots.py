@@ -25,9 +25,8 @@ PROMPT = tuple((7919 * n) % 40_000 + 100 for n in range(TOKENS + 1))
 def smollm2(dtype: torch.dtype) -> PreTrainedModel:
     """The demo's base, made once."""
     if not (BASE / "model.safetensors").exists():
-        subprocess.run(
-            [sys.executable, "-m", "gpu_worker.demo_training", "base", str(BASE)], check=True
-        )
+        command = [sys.executable, "-m", "gpu_worker.demo_training", "base", str(BASE)]
+        subprocess.run([*command, "--dtype", "bf16"], check=True)
     disable_progress_bar()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         BASE, dtype=dtype, local_files_only=True

@@ -67,7 +67,7 @@ def _run(world: World) -> None:
 def _base(world: World) -> None:
     from cli.demo_world import line, process_relay
 
-    world.step(1, "make the base model, SmolLM2-135M-Instruct in bf16")
+    world.step(1, "make the base model, SmolLM2-135M-Instruct in fp32")
     if (world.base / "config.json").exists():
         line(f"  cached in {world.base}")
     else:

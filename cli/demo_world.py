@@ -47,7 +47,7 @@ class World:
 
     @property
     def base(self) -> Path:
-        return self.var / "base" / "smollm2-135m-instruct-bf16"
+        return self.var / "base" / "smollm2-135m-instruct-fp32"
 
     @property
     def adapters(self) -> Path:
