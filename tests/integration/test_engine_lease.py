@@ -73,7 +73,8 @@ WAYS: dict[str, tuple[dict[str, Any], str, type[Exception] | None]] = {
         "",
         EngineError,
     ),
-    "a holder's error": ({"on_lane_state": _broken_state}, "", EngineError),
+    # Its answer is whole.
+    "a holder's error": ({"on_lane_state": _broken_state}, "length", None),
 }
 
 
