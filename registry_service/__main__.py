@@ -47,6 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
         migrate(url)
         return 0
     from registry_service import app
+    from registry_service.backends import key_folder
     from registry_service.settings import settings_load
 
     if arguments.command == "keys":
@@ -54,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if not folder:
             raise ValueError("expected REGISTRY_KEY_DIR, got none")
         verifier = os.environ.get("REGISTRY_VERIFIER_ID", "urn:adapter-registry:local")
-        app.keys_create(Path(folder), verifier)
+        key_folder.keys_create(Path(folder), verifier)
     elif arguments.command == "serve":
         _serve()
     elif arguments.command == "background":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from fastapi import FastAPI
@@ -15,6 +13,7 @@ from fastapi import FastAPI
 from registry_service.api.service import service_build
 from registry_service.backends.file_signer import FileSigner
 from registry_service.backends.filesystem import FilesystemBlobStore
+from registry_service.backends.key_folder import LIST_KEY, ROUTING_KEY, VERDICT_KEY
 from registry_service.backends.safetensors_library import library_disagreement
 from registry_service.backends.system_clock import SystemClock
 from registry_service.domain.errors import RegistryError
@@ -27,10 +26,6 @@ from registry_service.usecases.revocation_list import revocation_list_renew
 from registry_service.usecases.scan import scan_next
 
 _log = logging.getLogger("registry_service")
-VERDICT_KEY: Final = "verdict.pem"
-ROUTING_KEY: Final = "routing-context.pem"
-LIST_KEY: Final = "revocation-list.pem"
-TRUST_FILE: Final = "trust.json"
 
 _SEQUENCE_SECONDS: Final = 0.05
 _SCAN_SECONDS: Final = 0.2
@@ -65,21 +60,6 @@ def context_build(settings: Settings) -> Context:
 def application() -> FastAPI:
     """The HTTP application, for a server process."""
     return service_build(context_build(settings_load()))
-
-
-def keys_create(folder: Path, verifier_id: str) -> None:
-    """Make the signing keys that are missing, and the file that nodes pin."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    signers = {}
-    for name in (VERDICT_KEY, ROUTING_KEY, LIST_KEY):
-        path = folder / name
-        signers[name] = FileSigner.load(path) if path.exists() else FileSigner.create(path)
-    trust = {
-        "verdict": {"publicKey": signers[VERDICT_KEY].public_pem, "verifierId": verifier_id},
-        "routingContext": {"publicKey": signers[ROUTING_KEY].public_pem, "issuer": verifier_id},
-        "revocationList": {"publicKey": signers[LIST_KEY].public_pem, "issuer": verifier_id},
-    }
-    (folder / TRUST_FILE).write_text(json.dumps(trust, indent=2) + "\n", encoding="utf-8")
 
 
 def background_run(context: Context, stop: threading.Event) -> None:

@@ -90,9 +90,10 @@ def database(superuser_url: str, template: str) -> Iterator[TestDatabase]:
 def context(database: TestDatabase, tmp_path: Path) -> Iterator[Any]:
     """All parts of the service, on real backends."""
     from registry_service import app
+    from registry_service.backends import key_folder
     from registry_service.settings import settings_load
 
-    app.keys_create(tmp_path / "keys", "urn:adapter-registry:test")
+    key_folder.keys_create(tmp_path / "keys", "urn:adapter-registry:test")
     settings = settings_load(
         {
             "REGISTRY_DATABASE_URL": database.app_url,

@@ -349,13 +349,13 @@ def test_the_revocation_list_is_shown_only_when_it_verifies(
 ) -> None:
     from datetime import UTC, datetime, timedelta
 
-    from registry_service import app
+    from registry_service.backends import key_folder
     from registry_service.backends.file_signer import FileSigner
     from registry_service.trust import revocation_list as lists
     from registry_service.trust.dsse import dsse_sign
 
-    app.keys_create(tmp_path / "keys", "urn:registry")
-    signer = FileSigner.load(tmp_path / "keys" / app.LIST_KEY)
+    key_folder.keys_create(tmp_path / "keys", "urn:registry")
+    signer = FileSigner.load(tmp_path / "keys" / key_folder.LIST_KEY)
     now = datetime.now(UTC).replace(microsecond=0)
     entry = lists.Revoked(Digest(DIGEST), None, None, None, None)
 
@@ -366,7 +366,7 @@ def test_the_revocation_list_is_shown_only_when_it_verifies(
         )
         return dsse_sign(lists.PAYLOAD_TYPE, payload, signer.sign, signer.key_id)
 
-    trust = ["--trust", str(tmp_path / "keys" / app.TRUST_FILE)]
+    trust = ["--trust", str(tmp_path / "keys" / key_folder.TRUST_FILE)]
     serve(lambda _: httpx.Response(200, content=envelope("urn:registry")))
     assert cli_main.main(["revocation-list", "show", *trust, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

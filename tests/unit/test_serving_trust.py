@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_worker.serving.trust import trust_parse
-from registry_service import app
+from registry_service.backends import key_folder
 from registry_service.domain.errors import MalformedError
 
 ISSUER = "urn:registry"
@@ -17,8 +17,8 @@ ISSUER = "urn:registry"
 
 @pytest.fixture
 def document(tmp_path: Path) -> Any:
-    app.keys_create(tmp_path, ISSUER)
-    return json.loads((tmp_path / app.TRUST_FILE).read_bytes())
+    key_folder.keys_create(tmp_path, ISSUER)
+    return json.loads((tmp_path / key_folder.TRUST_FILE).read_bytes())
 
 
 def test_what_the_service_writes_is_what_a_node_pins(document: Any) -> None:
