@@ -16,7 +16,7 @@ from bench.slots import PROMPT, smollm2
 from gpu_worker.serving.slot_events import SlotEventKind
 from gpu_worker.serving.slot_sidecar import Refusal
 from registry_service.trust.routing_context import BASE_MARKER
-from tests.integration.slot_world import A, B
+from tests.identities import A, B
 from tests.integration.turn_world import Answer, TurnWorld
 
 # What empties a lane because the adapter changed.

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from tests.integration.slot_world import A
+from tests.identities import A
 from tests.integration.turn_world import TurnNode, TurnWorld, context_make
 
 TOKENS, ROUNDS = 1_024, 3

@@ -17,7 +17,7 @@ from registry_service.domain.errors import MalformedError, UnavailableError
 from registry_service.trust.keys import public_key_parse
 from registry_service.trust.revocation_list import (
     RevocationList,
-    Revoked,
+    entry_write,
     revocation_list_verify,
 )
 from registry_service.trust.statement import time_text
@@ -39,13 +39,13 @@ def revocation_list_show(
         raise UnavailableError("expected a revocation list, got none")
     revocations = _verified(envelope, trust)
     if as_json:
-        json_print(_facts(revocations) | {"entries": [_entry(e) for e in revocations.entries]})
+        json_print(_facts(revocations) | {"entries": [entry_write(e) for e in revocations.entries]})
         return
     pairs_print(_facts(revocations).items())
     table_print(
         "",
         ("ADAPTER", "WEIGHTS", "CONTENT", "TENANT", "CANCELS"),
-        (tuple(short(value) for value in _entry(entry).values()) for entry in revocations.entries),
+        (tuple(short(v) for v in entry_write(entry).values()) for entry in revocations.entries),
         "nothing is revoked",
     )
 
@@ -95,14 +95,4 @@ def _facts(revocations: RevocationList) -> dict[str, Any]:
         "issuedAt": time_text(revocations.issued_at),
         "expiresAt": time_text(revocations.expires_at),
         "revoked": len(revocations.entries),
-    }
-
-
-def _entry(entry: Revoked) -> dict[str, Any]:
-    return {
-        "adapterDigest": entry.adapter_digest,
-        "weightsDigest": entry.weights_digest,
-        "contentDigest": entry.content_digest,
-        "tenantId": None if entry.tenant_id is None else str(entry.tenant_id),
-        "cancelAt": None if entry.cancel_at is None else time_text(entry.cancel_at),
     }

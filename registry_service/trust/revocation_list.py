@@ -98,7 +98,7 @@ def revocation_list_payload(revocations: RevocationList) -> bytes:
             "number": revocations.number,
             "issuedAt": time_text(revocations.issued_at),
             "expiresAt": time_text(revocations.expires_at),
-            "entries": [_entry_write(entry) for entry in revocations.entries],
+            "entries": [entry_write(entry) for entry in revocations.entries],
         }
     )
 
@@ -150,7 +150,8 @@ def _parse(payload: bytes) -> RevocationList:
     return revocations
 
 
-def _entry_write(entry: Revoked) -> dict[str, Any]:
+def entry_write(entry: Revoked) -> dict[str, Any]:
+    """An entry as the list has it."""
     return {
         "adapterDigest": entry.adapter_digest,
         "weightsDigest": entry.weights_digest,

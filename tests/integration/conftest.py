@@ -29,6 +29,15 @@ WIDTH, RANK = 16, 4
 CONFIG = b'{"model_type":"llama"}'
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch runs on one thread meanwhile."""
+    from tests.integration import engine_world
+
+    with engine_world.one_thread():
+        yield
+
+
 def safetensors_bytes(tensors: dict[str, tuple[int, ...]], fill: int = 0) -> bytes:
     """A safetensors file of F32 tensors of the given shapes."""
     header, position = {}, 0

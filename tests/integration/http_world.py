@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,15 @@ from openai import OpenAI
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
 from gpu_worker.serving.base_load import base_load
-from gpu_worker.serving.options import LoadLimits, Options
+from gpu_worker.serving.json_log import JsonFormatter
+from gpu_worker.serving.options import LoadLimits, Options, Wanted
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.web import app_build
 from registry_service.domain.base_model import chat_template_digest
 from registry_service.domain.declaration import declaration_parse
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
+from tests.waiting import until
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}w90 {% else %}w91 {% endif %}"
@@ -189,7 +192,7 @@ def listening(
         node.stop()
 
 
-def options_of(root: Path, base: ProvenBase) -> Options:
+def options_of(root: Path, base: ProvenBase, *preload: Wanted) -> Options:
     """What a node is started with."""
     return Options(
         url="http://registry.test",
@@ -201,23 +204,30 @@ def options_of(root: Path, base: ProvenBase) -> Options:
         public_url="http://127.0.0.1:1",
         trust=root / "trust.json",
         store=root / "store",
-        preload=(),
+        preload=preload,
         device="cpu",
     )
+
+
+@contextmanager
+def logged() -> Iterator[io.StringIO]:
+    """Everything that is logged, as a node logs it."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield written
+    root.removeHandler(handler)
+    root.setLevel(before)
 
 
 def events_of(answer: httpx.Response) -> list[Any]:
     """What was sent as events; the last one is a text."""
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
 
 
 def tenant(number: int) -> dict[str, Any]:

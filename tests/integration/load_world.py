@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,10 @@ from gpu_worker.serving.startup import base_admit, now
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.workspace import Workspace
 from registry_service.domain.digests import Digest
+from tests.identities import IDENTITY
 from tests.integration import serving_world as sw
 from tests.integration import slot_world as sl
+from tests.waiting import until
 
 LIMITS = LoadLimits(
     adapters=4, rank=8, sequences=100, queue=QueueLimits(waiting_each=100, per_minute=6000)
@@ -96,7 +96,7 @@ class LoadWorld:
     def slot_save(self, digest: Digest) -> None:
         """What the end of a session's turn leaves."""
         identity = replace(
-            sl.IDENTITY, tenant_id=self.key(digest).tenant_id, adapters=((digest, 1.0),)
+            IDENTITY, tenant_id=self.key(digest).tenant_id, adapters=((digest, 1.0),)
         )
         assert self.node.slots.save(sl.SESSION, identity, sl.state_make(sl.TOKENS)) is not None
 
@@ -189,13 +189,3 @@ def adapters_publish(
         files = sw.adapter_files(registry.base, folder, tenant=tenant)
         digests.append(registry.publish(files, tenant=tenant))
     return digests
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    waited = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        waited.wait(0.01)
-    raise AssertionError("nothing happened")

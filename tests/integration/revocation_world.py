@@ -298,14 +298,6 @@ def validate(world: World, content: str | None) -> None:
         worker.job_complete(job["id"], job["lease"], report=report() | {"measurements": measured})
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
-
-
 def listed(world: World) -> RevocationList:
     """The list as an auditor verifies it."""
     with world.client("auditor") as auditor:

@@ -8,36 +8,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import torch
 from torch import Tensor
 
-from gpu_worker.serving.identity import Adapters, Identity, Layout
+from gpu_worker.serving.identity import Adapters, Identity
 from gpu_worker.serving.lanes import LaneState
 from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind
 from gpu_worker.serving.slot_index import Budget
 from gpu_worker.serving.slot_key import NodeKey
 from gpu_worker.serving.slot_sidecar import Session
 from gpu_worker.serving.slots import Slots
-from registry_service.domain.digests import Digest, digest_of
+from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
+from tests.identities import IDENTITY
 
-A, B = digest_of(b"adapter a"), digest_of(b"adapter b")
 SESSION = Session("s-1", "app")
 TOKENS = tuple(range(1, 41))
-IDENTITY = Identity(
-    format_version=1,
-    tenant_id=UUID(int=1042),
-    base_digest=digest_of(b"base"),
-    adapters=((A, 1.0),),
-    tokenizer_digest=digest_of(b"tokenizer"),
-    chat_template_digest=digest_of(b"template"),
-    dtype="float32",
-    layout=Layout(layers=((2, 8, 8), (2, 8, 16)), block_tokens=64),
-    engine_version="1",
-    library_versions=(("torch", str(torch.__version__)),),
-)
 
 
 def under(digest: Digest) -> Identity:

@@ -42,8 +42,9 @@ from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
 from tests import sample_adapter
 from tests.integration import serving_world as sw
-from tests.integration.http_world import options_of, until
+from tests.integration.http_world import options_of
 from tests.integration.load_world import LoadWorld
+from tests.waiting import until
 
 ADAPTERS: Final = 12
 RANK: Final = 4

@@ -24,6 +24,7 @@ from tests.integration import engine_world as ew
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
 ]
 
@@ -78,12 +79,6 @@ class World:
             and bool((stack.m[row] == 1).all())
             for stack in self.stacks
         )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ pytestmark = [
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LONG = Workspace(lanes=4, lane_tokens=1536, adapters=1, rank=4, step_tokens=512)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 class Failing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ from gpu_worker.serving.sequence import EngineError, Job, Sampling
 from gpu_worker.serving.workspace import Workspace
 from tests.integration import engine_world as ew
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 LANE = 256
 WITHIN = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 def llama4(chunk: int) -> PreTrainedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,9 @@ from tests.integration.engine_checks import (
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 @pytest.mark.parametrize("kind", sorted(ew.CONFIGS))

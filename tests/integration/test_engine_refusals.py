@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,17 +23,12 @@ from tests.integration import engine_world as ew
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
 ]
 
 UP = "model.layers.0.mlp.up_proj"
 NAME = f"base_model.model.{UP}"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 def _model(**raw: Any) -> PreTrainedModel:

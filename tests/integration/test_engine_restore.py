@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,12 @@ from tests.integration import engine_world as ew
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
 ]
 ERRORS = [RuntimeError("injected"), MemoryError("injected")]
 PROMPT = ew.prompt_of(200)
 ROOT = b"root"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 @pytest.fixture

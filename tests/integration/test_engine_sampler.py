@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,15 +12,9 @@ from gpu_worker.serving.sampler import Sampler
 from gpu_worker.serving.sequence import EngineError, Job, Sampling
 from tests.integration import engine_world as ew
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with ew.one_thread():
-        yield
 
 
 def _draws(sampling: Sampling, count: int = 2000) -> list[int]:

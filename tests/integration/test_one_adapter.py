@@ -19,8 +19,8 @@ from registry_service.domain.canonical import canonical_json
 from registry_service.domain.digests import digest_parse
 from registry_service.domain.errors import MalformedError, UntrustedError
 from registry_service.trust.routing_context import routing_context_verify
+from tests.identities import IDENTITY, A, B
 from tests.integration import serving_world as sw
-from tests.integration.slot_world import IDENTITY, A, B
 from tests.integration.turn_world import NOW, TurnWorld, context_make
 
 pytestmark = pytest.mark.torch

@@ -29,7 +29,8 @@ from gpu_worker.serving.workspace import Workspace
 from tests.integration import engine_world as ew
 from tests.integration import serving_world as sw
 from tests.integration import soak_world as soak
-from tests.integration.load_world import LoadWorld, until
+from tests.integration.load_world import LoadWorld
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [

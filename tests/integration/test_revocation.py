@@ -25,8 +25,8 @@ from tests.integration.revocation_world import (
     content_of,
     listed,
     revoke,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.torch
 

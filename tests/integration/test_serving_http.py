@@ -21,8 +21,8 @@ from tests.integration.http_world import (
     listening,
     own_template,
     tenant,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.torch,

@@ -7,9 +7,7 @@ go, callers leave, bodies are refused, aliases move, and three adapters are revo
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import random
 import threading
 from collections import Counter
@@ -25,16 +23,16 @@ import httpx
 import pytest
 
 from gpu_worker.serving.eviction import Reason
-from gpu_worker.serving.json_log import JsonFormatter
 from registry_service.trust.revocation_list import Revoked
 from tests.integration import engine_world as ew
 from tests.integration import serving_world as sw
 from tests.integration import soak_world as soak
-from tests.integration.http_world import until
+from tests.integration.http_world import logged
 from tests.integration.load_world import LoadWorld
 from tests.integration.soak_asks import Asking, Known, People, events_of
 from tests.integration.soak_witness import Witness, blocks_check, pages_check
 from tests.integration.soak_world import CANARIES, Cold, Who
+from tests.waiting import until
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -64,21 +62,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     with ew.one_thread():
         cold = soak.cold_runs(registry, root / "cold", [*people.adapters, *people.bases])
     return Scene(registry, people, cold)
-
-
-@contextmanager
-def logged() -> Iterator[io.StringIO]:
-    """Everything that is logged, as a node logs it."""
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield written
-    root.removeHandler(handler)
-    root.setLevel(before)
 
 
 @dataclass

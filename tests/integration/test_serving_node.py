@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
 from gpu_worker.serving.base_load import LoadedBase, base_load
 from gpu_worker.serving.openai_bodies import completion_parse
-from gpu_worker.serving.options import LoadLimits, Options, Wanted
+from gpu_worker.serving.options import LoadLimits, Wanted
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.running import Running
 from gpu_worker.serving.store import NodeStore
@@ -32,6 +32,8 @@ from registry_service.domain.errors import (
     UntrustedError,
 )
 from tests.integration import serving_world as sw
+from tests.integration.http_world import options_of
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
@@ -99,22 +101,6 @@ class World:
         return {item.key.digest: str(item.state) for item in self.node.residents.residents()}
 
 
-def options(root: Path, base: ProvenBase, *preload: Wanted) -> Options:
-    return Options(
-        url="http://registry.test",
-        token_file=root / "token",
-        name=sw.NODE,
-        base=base.dir,
-        host="127.0.0.1",
-        port=1,
-        public_url="http://127.0.0.1:1",
-        trust=root / "trust.json",
-        store=root / "store",
-        preload=preload,
-        device="cpu",
-    )
-
-
 def node_make(registry: sw.FakeRegistry, root: Path, loaded: LoadedBase) -> startup.Node:
     client: Any = registry
     store = NodeStore(root / "store", url=registry.url, node=sw.NODE)
@@ -142,20 +128,12 @@ def registry(base: ProvenBase, files: list[dict[str, bytes]], tmp_path: Path) ->
 def world(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) -> Iterator[World]:
     loaded = base_load(base, "cpu")
     node = node_make(registry, tmp_path, loaded)
-    node.start(options(tmp_path, base))
+    node.start(options_of(tmp_path, base))
     with TestClient(
         app_build(node.completions, node.residency), client=("127.0.0.1", 5000)
     ) as http:
         yield World(registry, node, http, list(registry.artifacts), loaded)
     node.stop()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
 
 
 def test_each_request_runs_what_its_context_says(world: World) -> None:
@@ -404,7 +382,7 @@ def test_preload(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) ->
     wanted = [Wanted(sw.TENANT, sw.ADAPTER, digest) for digest in digests]
     loaded = base_load(base, "cpu")
     node = node_make(registry, tmp_path, loaded)
-    node.start(options(tmp_path, base, *wanted))
+    node.start(options_of(tmp_path, base, *wanted))
     assert all(node.residents.serving(Key(sw.TENANT_ID, digest)) for digest in digests)
     assert len(registry.catalogs) == 1
     assert registry.registered == [(sw.NODE, node.base.catalog_digest)]
@@ -416,7 +394,7 @@ def test_preload(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) ->
     registry.revoke(digests[1])
     again = node_make(registry, tmp_path, base_load(base, "cpu"))
     with pytest.raises(NotFoundError):
-        again.start(options(tmp_path, base, *wanted))
+        again.start(options_of(tmp_path, base, *wanted))
     assert registry.heartbeats == []
     again.stop()
 
@@ -430,7 +408,7 @@ def test_a_preload_that_was_revoked_meanwhile_stops_the_start(
     ]
     node = node_make(registry, tmp_path, base_load(base, "cpu"))
     with pytest.raises(RefusedError, match="revoked meanwhile"):
-        node.start(options(tmp_path, base, Wanted(sw.TENANT, sw.ADAPTER, digest)))
+        node.start(options_of(tmp_path, base, Wanted(sw.TENANT, sw.ADAPTER, digest)))
     node.stop()
 
 
@@ -444,7 +422,7 @@ def test_files_of_an_earlier_run_are_reported_and_purged(
     registry.overdue = [
         {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
     ]
-    node.start(options(tmp_path, base))
+    node.start(options_of(tmp_path, base))
     assert registry.heartbeats[0][0]["state"] == "STORED"
     until(lambda: bool(registry.acknowledged))
     assert not folder.exists()

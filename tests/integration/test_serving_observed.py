@@ -19,7 +19,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import NoOpTracerProvider
 
 from gpu_worker.base_files import ProvenBase
-from gpu_worker.serving.json_log import JsonFormatter
 from gpu_worker.serving.lanes import Lanes
 from gpu_worker.serving.meter import Amount, RequestTuple
 from gpu_worker.serving.residency import Key
@@ -28,7 +27,8 @@ from gpu_worker.serving.tracing import provider_open
 from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
 from tests.integration import serving_world as sw
-from tests.integration.http_world import HttpWorld, base_with_template, listening, until
+from tests.integration.http_world import HttpWorld, base_with_template, listening, logged
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.torch,
@@ -79,17 +79,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ProvenBase:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """Everything that is logged, as a node logs it."""
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield written
-    root.removeHandler(handler)
-    root.setLevel(before)
+    with logged() as written:
+        yield written
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from gpu_worker.serving.sequence import Generation
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
-from tests.integration.http_world import HttpWorld, base_with_template, listening, until
+from tests.integration.http_world import HttpWorld, base_with_template, listening
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.torch,

@@ -24,7 +24,8 @@ from gpu_worker.serving.slot_sidecar import Refusal, Session
 from gpu_worker.serving.slots import Slots
 from registry_service.domain.errors import UnavailableError
 from tests.architecture.sources import ROOT
-from tests.integration.slot_world import IDENTITY, SESSION, A, World, state_hash, state_make
+from tests.identities import IDENTITY, A
+from tests.integration.slot_world import SESSION, World, state_hash, state_make
 
 pytestmark = pytest.mark.torch
 
@@ -299,7 +300,7 @@ def test_a_refused_page_that_cannot_be_removed_is_not_tried_again(
 _SAVING = """
 import sys
 from pathlib import Path
-from tests.integration.slot_world import IDENTITY, SESSION, World, state_make
+from tests.integration.slot_world import SESSION, World, state_make
 slots = World(Path(sys.argv[1])).open()
 for number in range(1, 100000):
     print(slots.save(SESSION, IDENTITY, state_make(range(1, 9), seed=number)), flush=True)

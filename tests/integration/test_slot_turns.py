@@ -29,7 +29,8 @@ from gpu_worker.serving.turns import Runtime, Turns
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
-from tests.integration.slot_world import IDENTITY, A, B, state_hash, state_make
+from tests.identities import IDENTITY, A, B
+from tests.integration.slot_world import state_hash, state_make
 from tests.integration.turn_world import (
     TENANT_ID,
     Answer,

@@ -21,12 +21,10 @@ from gpu_worker.serving.slot_sidecar import Refusal, Session
 from gpu_worker.serving.store import NodeStore
 from registry_service.domain.errors import UnavailableError
 from registry_service.trust.routing_context import BASE_MARKER
+from tests.identities import IDENTITY, A, B
 from tests.integration.slot_world import (
-    IDENTITY,
     SESSION,
     TOKENS,
-    A,
-    B,
     World,
     names,
     saved,

@@ -20,12 +20,10 @@ from gpu_worker.serving.slot_sidecar import Refusal, Session
 from registry_service.domain import limits
 from registry_service.domain.digests import digest_of
 from registry_service.trust.routing_context import BASE_MARKER
+from tests.identities import IDENTITY, A, B
 from tests.integration.slot_world import (
-    IDENTITY,
     SESSION,
     TOKENS,
-    A,
-    B,
     World,
     names,
     saved,

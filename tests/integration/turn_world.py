@@ -26,7 +26,7 @@ from gpu_worker.serving.turns import Runtime, Turns, library_versions
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.trust.routing_context import BASE_MARKER, RoutingContext
-from tests.integration.slot_world import A, B
+from tests.identities import A, B
 
 TENANT_ID = UUID(int=1042)
 VOCABULARY = 96

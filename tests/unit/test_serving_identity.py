@@ -23,21 +23,8 @@ from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
+from tests.identities import IDENTITY, A, B
 
-A, B = digest_of(b"adapter a"), digest_of(b"adapter b")
-LAYOUT = Layout(layers=((2, 8, 8), (2, 8, 16)), block_tokens=64)
-IDENTITY = Identity(
-    format_version=1,
-    tenant_id=UUID(int=1042),
-    base_digest=digest_of(b"base"),
-    adapters=((A, 1.0),),
-    tokenizer_digest=digest_of(b"tokenizer"),
-    chat_template_digest=digest_of(b"template"),
-    dtype="float32",
-    layout=LAYOUT,
-    engine_version="1",
-    library_versions=(("torch", "2.13.0"), ("transformers", "5.24.0")),
-)
 # One other value for each part.
 OTHERS: dict[str, Any] = {
     "format_version": 2,
@@ -47,7 +34,7 @@ OTHERS: dict[str, Any] = {
     "tokenizer_digest": digest_of(b"other tokenizer"),
     "chat_template_digest": digest_of(b"other template"),
     "dtype": "bfloat16",
-    "layout": replace(LAYOUT, block_tokens=32),
+    "layout": replace(IDENTITY.layout, block_tokens=32),
     "engine_version": "2",
     "library_versions": (("torch", "2.14.0"), ("transformers", "5.24.0")),
 }
@@ -269,6 +256,6 @@ def test_a_part_out_of_its_form_is_refused(part: str, value: Any) -> None:
 )
 def test_a_layouts_layers_and_sizes_are_bounded(layers: Any) -> None:
     with pytest.raises(MalformedError, match="layout"):
-        replace(LAYOUT, layers=layers)
+        replace(IDENTITY.layout, layers=layers)
     with pytest.raises(MalformedError, match="block tokens"):
-        replace(LAYOUT, block_tokens=0)
+        replace(IDENTITY.layout, block_tokens=0)

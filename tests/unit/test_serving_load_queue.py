@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
@@ -18,6 +18,7 @@ from registry_service.domain.errors import (
     TooManyRequestsError,
     UnavailableError,
 )
+from tests.waiting import until
 
 
 def load(tenant: int, number: int) -> Load:
@@ -78,15 +79,6 @@ def stand(*, threads: int = 1, **bounds: float) -> Iterator[Stand]:
     finally:
         made.queue.stop()
         made.let(1000)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    waited = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        waited.wait(0.01)
-    raise AssertionError("nothing happened")
 
 
 def test_a_hundred_requests_for_one_digest_are_one_load() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.serving.identity import Identity, Layout
 from gpu_worker.serving.slot_sidecar import (
     Refusal,
     Session,
@@ -25,20 +24,8 @@ from registry_service.domain.canonical import canonical_json
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
+from tests.identities import IDENTITY, A, B
 
-A, B = digest_of(b"adapter a"), digest_of(b"adapter b")
-IDENTITY = Identity(
-    format_version=1,
-    tenant_id=UUID(int=1042),
-    base_digest=digest_of(b"base"),
-    adapters=((A, 1.0),),
-    tokenizer_digest=digest_of(b"tokenizer"),
-    chat_template_digest=digest_of(b"template"),
-    dtype="float32",
-    layout=Layout(layers=((2, 8, 8), (2, 8, 16)), block_tokens=64),
-    engine_version="1",
-    library_versions=(("torch", "2.13.0"), ("transformers", "5.24.0")),
-)
 SIDECAR = Sidecar(
     identity=IDENTITY,
     session=Session("s-1", "app"),

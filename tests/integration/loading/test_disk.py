@@ -13,7 +13,8 @@ from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import RefusedError, UnavailableError
 from registry_service.trust.revocation_list import Revoked
 from tests.integration import serving_world as sw
-from tests.integration.load_world import LIMITS, LoadWorld, until
+from tests.integration.load_world import LIMITS, LoadWorld
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [

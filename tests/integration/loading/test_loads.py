@@ -16,7 +16,8 @@ from gpu_worker.serving.residents import Lease
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import NotFoundError, RefusedError, UnavailableError
 from tests.integration import serving_world as sw
-from tests.integration.load_world import LIMITS, LoadWorld, until
+from tests.integration.load_world import LIMITS, LoadWorld
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [

@@ -15,7 +15,8 @@ from gpu_worker.serving.residency import Residency
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import NotFoundError, UnavailableError
 from tests.integration import serving_world as sw
-from tests.integration.load_world import LoadWorld, until
+from tests.integration.load_world import LoadWorld
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
