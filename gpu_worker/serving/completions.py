@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,7 +13,6 @@ from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.gate import DeniedError, Gate
 from gpu_worker.serving.meter import request_tuple
 from gpu_worker.serving.openai_bodies import Body, PromptTooLongError
-from gpu_worker.serving.places import Places
 from gpu_worker.serving.prompts import Prompts
 from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.residency import Key
@@ -22,7 +20,6 @@ from gpu_worker.serving.residents import Lease, Residents
 from gpu_worker.serving.running import Caller, Marks, OpenRequests, Request, Running
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job, TooLongError
 from gpu_worker.serving.turns import Turns
-from registry_service.domain import limits
 from registry_service.domain.errors import RegistryError, UnavailableError
 from registry_service.trust.routing_context import RoutingContext
 
@@ -56,12 +53,6 @@ class Completions:
         self.text = prompts.text
         self.recorder = recorder
         self.requests = requests or OpenRequests()
-        # Far fewer than the threads that start requests: the others find one.
-        self._loads = Places(
-            "requests that wait for an adapter",
-            tenant_most=limits.TENANT_LOAD_WAITS,
-            most=limits.LOAD_WAITS,
-        )
         self._gate = gate
         self._prompts = prompts
         self._serving = serving
@@ -157,22 +148,19 @@ class Completions:
         )
 
     def _lease(self, key: Key, context: RoutingContext, adapter: str, sequences: int) -> Lease:
-        with ExitStack() as waits:
-            if not self._serving.residents.serving(key):
-                waits.enter_context(self._loads.held(key.tenant_id))
-            try:
-                return self._serving.residents.acquire(
-                    tenant_id=key.tenant_id,
-                    tenant=context.tenant,
-                    adapter=adapter,
-                    digest=key.digest,
-                    template=context.chat_template_digest,
-                    sequences=sequences,
-                )
-            except UnavailableError:
-                raise
-            except RegistryError as error:
-                raise DeniedError from error
+        try:
+            return self._serving.residents.acquire(
+                tenant_id=key.tenant_id,
+                tenant=context.tenant,
+                adapter=adapter,
+                digest=key.digest,
+                template=context.chat_template_digest,
+                sequences=sequences,
+            )
+        except UnavailableError:
+            raise
+        except RegistryError as error:
+            raise DeniedError from error
 
     def _submit(self, running: Running, job: Job, context: RoutingContext) -> None:
         for index in range(running.request.body.n):

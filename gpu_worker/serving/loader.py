@@ -50,10 +50,15 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How many tickets wait, how many sequences for a tenant's, and how often a tenant loads."""
+    """How many tickets wait, how many sequences in all and of a tenant, how often a tenant loads.
+
+    Each request that waits has a thread: in all it is far fewer than there are, so that whoever
+    waits for no adapter finds one.
+    """
 
     tickets: int = limits.LOAD_QUEUE
-    waiting: int = limits.LOAD_WAITING
+    waiting: int = limits.LOAD_WAITS
+    waiting_tenant: int = limits.TENANT_LOAD_WAITS
     waiting_each: int = limits.ADAPTER_SEQUENCES
     per_minute: int = limits.TENANT_LOADS_PER_MINUTE
     wait_seconds: float = limits.LOAD_WAIT_SECONDS
@@ -181,13 +186,24 @@ class LoadQueue:
 
     def _waiting_check(self, key: Key, waiting: int, sequences: int) -> None:
         """``waiting`` wait for this key's own ticket."""
-        tickets = self._open.values()
+        bounds, tickets = self._bounds, self._open.values()
         of_tenant = sum(t.waiting for t in tickets if t.load.key.tenant_id == key.tenant_id)
-        if (
-            of_tenant + sequences > self._bounds.waiting
-            or waiting + sequences > self._bounds.waiting_each
-        ):
-            raise TooManyRequestsError("too many requests wait for this tenant's adapters")
+        if of_tenant + sequences > bounds.waiting_tenant:
+            raise TooManyRequestsError(
+                f"expected at most {bounds.waiting_tenant} sequences that wait for this tenant's "
+                "adapters",
+                retry_after=1,
+            )
+        if waiting + sequences > bounds.waiting_each:
+            raise TooManyRequestsError(
+                f"expected at most {bounds.waiting_each} sequences that wait for one adapter",
+                retry_after=1,
+            )
+        if sum(t.waiting for t in tickets) + sequences > bounds.waiting:
+            raise UnavailableError(
+                f"expected at most {bounds.waiting} sequences that wait for adapters on this node",
+                retry_after=1,
+            )
 
     def _next(self) -> Ticket | None:
         """The next ticket of the tenant whose turn it is, which then is last; None at the end."""

@@ -31,7 +31,10 @@ from tests.integration import slot_world as sl
 from tests.waiting import until
 
 LIMITS = LoadLimits(
-    adapters=4, rank=8, sequences=100, queue=QueueLimits(waiting_each=100, per_minute=6000)
+    adapters=4,
+    rank=8,
+    sequences=100,
+    queue=QueueLimits(waiting_tenant=100, waiting_each=100, per_minute=6000),
 )
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import httpx
 import pytest
 
 from gpu_worker.base_files import ProvenBase
-from gpu_worker.serving.places import Places
 from gpu_worker.serving.running import Running
 from gpu_worker.serving.sequence import Generation
 from registry_service.domain import limits
@@ -106,8 +106,9 @@ def test_waiting_for_adapters_keeps_nobody_else_from_being_served(
 ) -> None:
     first, second, others = digests(world)
     assert world.send(first).status_code == 200
-    places = Places("requests that wait", tenant_most=2, most=3)
-    monkeypatch.setattr(world.node.completions, "_loads", places)
+    queue = world.node.residents._queue
+    bounds = replace(queue._bounds, waiting=3, waiting_tenant=2)
+    monkeypatch.setattr(queue, "_bounds", bounds)
     with ThreadPoolExecutor(3) as pool:
         with slow_registry(world):
             waiting = [pool.submit(world.send, second) for _ in range(2)]
@@ -116,7 +117,7 @@ def test_waiting_for_adapters_keeps_nobody_else_from_being_served(
             assert (share.status_code, share.json()["error"]["code"]) == (429, "too_many_requests")
             waiting.append(pool.submit(world.send, others, claims=OTHER))
             until(lambda: starting(world) == 3)
-            monkeypatch.setattr(places, "_tenant_most", 3)
+            monkeypatch.setattr(queue, "_bounds", replace(bounds, waiting_tenant=3))
             full = world.send(second)
             assert (full.status_code, full.json()["error"]["code"]) == (503, "unavailable")
             assert all(int(answer.headers["retry-after"]) > 0 for answer in (share, full))

@@ -58,6 +58,12 @@ def restored(folder: Path) -> tuple[World, bool]:
         return world, done
 
 
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of them, to be broken."""
+    return Path(shutil.copytree(saved, tmp_path / "slots"))
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(["1.sidecar", "1.page", "index"]), st.data())
 def test_any_changed_byte_is_refused(saved: Path, name: str, data: st.DataObject) -> None:
@@ -93,10 +99,8 @@ def test_any_truncated_or_longer_file_is_refused(
 
 @pytest.mark.parametrize("swapped", [["page"], ["sidecar"], ["page", "sidecar"]])
 def test_files_swapped_between_sessions_are_refused(
-    saved: Path, tmp_path: Path, swapped: list[str]
+    saved: Path, folder: Path, swapped: list[str]
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     for name in swapped:
         shutil.copyfile(saved / f"2.{name}", folder / f"1.{name}")
         shutil.copyfile(saved / f"1.{name}", folder / f"2.{name}")
@@ -131,10 +135,8 @@ class Crash(BaseException):
 
 @pytest.mark.parametrize("at", range(1, MOST + 1))
 def test_a_save_cut_off_anywhere_leaves_the_old_page_or_the_new_one(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     with ExitStack() as stack:
         slots = World(folder, stack=stack).open()
         with monkeypatch.context() as patch:
@@ -159,14 +161,11 @@ def test_a_save_cut_off_anywhere_leaves_the_old_page_or_the_new_one(
 @pytest.mark.parametrize("error", [OSError, MemoryError])
 @pytest.mark.parametrize("at", range(1, MOST + 1))
 def test_a_save_on_a_failing_disk_is_no_fault_of_the_turn(
-    saved: Path,
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     at: int,
     error: type[Exception],
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     with ExitStack() as stack:
         world = World(folder, stack=stack)
         slots = world.open()
@@ -199,14 +198,11 @@ def test_a_save_on_a_failing_disk_is_no_fault_of_the_turn(
 @pytest.mark.parametrize("error", [OSError, MemoryError])
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_restore_on_a_failing_disk_is_a_cold_prefill(
-    saved: Path,
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     at: int,
     error: type[Exception],
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     with ExitStack() as stack:
         world = World(folder, stack=stack)
         slots = world.open()
@@ -236,11 +232,7 @@ class FailingKey(NodeKey):
 
 
 @pytest.mark.parametrize("function", ["open", "digest"])
-def test_no_memory_while_a_page_is_opened_is_a_cold_prefill(
-    saved: Path, tmp_path: Path, function: str
-) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
+def test_no_memory_while_a_page_is_opened_is_a_cold_prefill(folder: Path, function: str) -> None:
     with ExitStack() as stack:
         world = World(folder, stack=stack)
         key = FailingKey(world.secret, function)
@@ -254,10 +246,8 @@ def test_no_memory_while_a_page_is_opened_is_a_cold_prefill(
 
 
 def test_files_that_cannot_be_removed_are_said_and_removed_later(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     with ExitStack() as stack:
         world = World(folder, stack=stack)
         slots = world.open()
@@ -277,10 +267,8 @@ def test_files_that_cannot_be_removed_are_said_and_removed_later(
 
 
 def test_a_refused_page_that_cannot_be_removed_is_not_tried_again(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "slots"
-    shutil.copytree(saved, folder)
     (folder / "1.page").write_bytes(b"changed")
     with ExitStack() as stack:
         world = World(folder, stack=stack)

@@ -82,7 +82,7 @@ def stand(*, threads: int = 1, **bounds: float) -> Iterator[Stand]:
 
 
 def test_a_hundred_requests_for_one_digest_are_one_load() -> None:
-    with stand(threads=4, waiting_each=100) as made:
+    with stand(threads=4, waiting_tenant=100, waiting_each=100) as made:
         tickets: list[Ticket] = []
         lock = threading.Lock()
 
@@ -117,12 +117,12 @@ def test_tenants_take_turns_however_many_loads_one_asks_for() -> None:
 
 
 def test_the_queue_is_bounded_in_all_and_for_each_tenant() -> None:
-    with stand(tickets=3, waiting=2, waiting_each=2) as made:
+    with stand(tickets=3, waiting_tenant=2, waiting_each=2) as made:
         made.queue.join(load(1, 0))
         until(lambda: len(made.ran) == 1)
         made.queue.join(load(1, 1))
         for number in (0, 1, 2):
-            with pytest.raises(UnavailableError, match="wait for this tenant"):
+            with pytest.raises(UnavailableError, match="2 sequences that wait for this tenant"):
                 made.queue.join(load(1, number))
         for tenant in (2, 3):
             made.queue.join(load(tenant, 1))
@@ -134,8 +134,23 @@ def test_the_queue_is_bounded_in_all_and_for_each_tenant() -> None:
         assert made.queue.join(load(2, 1)) is ticket
 
 
+def test_a_node_with_as_many_as_may_wait_says_so_to_every_tenant() -> None:
+    with stand(waiting=3) as made:
+        made.queue.join(load(1, 0), 2)
+        ticket = made.queue.join(load(2, 0))
+        for tenant in (1, 2, 3):
+            with pytest.raises(
+                UnavailableError, match="3 sequences that wait for adapters"
+            ) as told:
+                made.queue.join(load(tenant, 0))
+            assert not isinstance(told.value, TooManyRequestsError)
+            assert told.value.retry_after == 1
+        made.queue.leave(ticket)
+        made.queue.join(load(3, 0))
+
+
 def test_what_waits_is_counted_in_sequences() -> None:
-    with stand(waiting=10, waiting_each=9) as made:
+    with stand(waiting_tenant=10, waiting_each=9) as made:
         with pytest.raises(TooManyRequestsError):
             made.queue.join(load(1, 0), 10)
         ticket = made.queue.join(load(1, 0), 8)

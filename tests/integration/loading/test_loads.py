@@ -139,7 +139,7 @@ def test_limits_of_an_adapter_and_of_a_tenant(
             queue=QueueLimits(waiting_each=2, per_minute=5),
         )
     )
-    with pytest.raises(UnavailableError, match="too many requests wait"):
+    with pytest.raises(UnavailableError, match="at most 2 sequences that wait for one adapter"):
         world.acquire(own[0], sequences=3)
     leases = [world.acquire(own[0]), world.acquire(own[0])]
     with pytest.raises(UnavailableError, match="at most 2 sequences at once on one adapter"):
