@@ -12,7 +12,7 @@ from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.gate import DeniedError, Gate
 from gpu_worker.serving.meter import request_tuple
-from gpu_worker.serving.openai_bodies import Body, PromptTooLongError
+from gpu_worker.serving.openai_bodies import Body, BodyError, PromptTooLongError
 from gpu_worker.serving.prompts import Prompts
 from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.residency import Key
@@ -125,6 +125,7 @@ class Completions:
         request, marks = running.request, running.request.marks
         key = template = None
         if context.adapter is not None:
+            self._choices_check(request.body.n)
             key = Key(context.tenant_id, context.adapter_digest)
             lease = self._lease(key, context, context.adapter, request.body.n)
             running.held.callback(lease.release)
@@ -146,6 +147,12 @@ class Completions:
             on_restore_failed=turn.on_restore_failed,
             on_lane_state=turn.on_lane_state,
         )
+
+    def _choices_check(self, choices: int) -> None:
+        """More than may run on one adapter at once never will, whenever it is asked again."""
+        most = self._serving.residents.most_sequences
+        if choices > most:
+            raise BodyError(f"n: expected at most {most} on an adapter, got {choices}", "n")
 
     def _lease(self, key: Key, context: RoutingContext, adapter: str, sequences: int) -> Lease:
         try:

@@ -209,6 +209,11 @@ class Residents:
         self._emptying.go_on()
 
     @property
+    def most_sequences(self) -> int:
+        """How many sequences may run on one adapter at once."""
+        return self._loading.limits.sequences
+
+    @property
     def letting_go(self) -> bool:
         """True while something revoked is on its way out."""
         with self._changed:
@@ -314,7 +319,7 @@ class Residents:
             watch.load_failed(key)
 
     def _lease(self, key: Key, sequences: int) -> Lease:
-        most = self._loading.limits.sequences
+        most = self.most_sequences
         running = next(r.references for r in self._table.residents() if r.key == key)
         if running + sequences > most:
             raise TooManyRequestsError(

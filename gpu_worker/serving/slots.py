@@ -228,8 +228,12 @@ class Slots:
         content = self._pages.sidecar(entry.page)
         sidecar = sidecar_parse(content, identity.format_version)
         same_check(Refusal.NODE_KEY, sidecar.key_id, self._key.key_id)
-        same_check(Refusal.SESSION, sidecar.session.session_id, session.session_id)
-        same_check(Refusal.SUBJECT, sidecar.session.subject, session.subject)
+        # By digests: a refusal is logged, and whose page it is may be another tenant's to know.
+        for reason, found, wanted in (
+            (Refusal.SESSION, sidecar.session.session_id, session.session_id),
+            (Refusal.SUBJECT, sidecar.session.subject, session.subject),
+        ):
+            same_check(reason, digest_of(found.encode()), digest_of(wanted.encode()))
         identity_check(sidecar.identity, identity)
         same_check(Refusal.OLDER_PAGE, sidecar.page, entry.page)
         same_check(Refusal.SIDECAR, digest_of(content), entry.sidecar_digest)

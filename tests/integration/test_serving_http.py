@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -209,6 +210,17 @@ def test_a_body_that_cannot_be_is_400(
         world.complete(**fields)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert caught.value.type == "invalid_request_error"
+
+
+def test_more_choices_than_an_adapter_ever_runs_are_400_and_none_on_the_base(
+    world: HttpWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = world.node.residents._loading
+    monkeypatch.setattr(loading, "limits", replace(loading.limits, sequences=2))
+    with pytest.raises(openai.BadRequestError, match="expected at most 2 on an adapter") as caught:
+        world.complete(next(iter(world.registry.artifacts)), n=3)
+    assert caught.value.param == "n"
+    assert len(world.complete(n=3).choices) == 3
 
 
 def test_whoever_may_not_is_403_and_learns_nothing(world: HttpWorld) -> None:
