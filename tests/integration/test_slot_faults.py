@@ -288,6 +288,7 @@ def test_a_refused_page_that_cannot_be_removed_is_not_tried_again(
 _SAVING = """
 import sys
 from pathlib import Path
+from tests.identities import IDENTITY
 from tests.integration.slot_world import SESSION, World, state_make
 slots = World(Path(sys.argv[1])).open()
 for number in range(1, 100000):
