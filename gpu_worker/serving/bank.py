@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from gpu_worker.serving.adapter import Adapter, LoraError, Part
+
+# Of a weight at once, when its norms with an adapter are taken: a whole one may be of gigabytes.
+_NORM_ROWS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,13 @@ class Stack:
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return sum(t[0].numel() * t.element_size() for t in (self.a, self.b, self.m))
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes that the norms of one adapter take while they are computed, all in fp32."""
+        size_in, rank, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
+        tensors, part = rank * (size_in + size_out), min(size_out, _NORM_ROWS) * size_in
+        return 4 * int(tensors + part + 2 * size_out)
 
     @property
     def size(self) -> int:
@@ -101,6 +112,11 @@ class Bank:
     def row_size(self) -> int:
         """Bytes of a row on all modules: the most that an adapter can take."""
         return sum(stack.row_bytes for stack in self.stacks.values())
+
+    @property
+    def preparing_size(self) -> int:
+        """The most bytes that ``prepare`` takes at once: converted tensors, and a norm's parts."""
+        return self.row_size + max((s.norm_bytes for s in self.stacks.values()), default=0)
 
     @property
     def references(self) -> int:
@@ -181,9 +197,7 @@ class Bank:
         a, b = part.a.to(device), part.b.to(device) * part.scaling
         m = None
         if part.magnitude is not None:
-            whole = stored.float() + b.float() @ a.float()
-            norm = torch.linalg.vector_norm(whole, dim=1)
-            m = part.magnitude.to(device, torch.float32) / norm
+            m = part.magnitude.to(device, torch.float32) / _norms(stored, a.float(), b.float())
         return Rows(a.T.to(dtype), b.T.to(dtype), m)
 
     def _sizes_check(self, name: str, part: Part, stored: tuple[int, ...]) -> None:
@@ -210,6 +224,14 @@ def placeable(module: nn.Module) -> bool:
     """True for modules that the bank's formulas hold for; a subclass may compute what it likes."""
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
     return scaled or type(module) in (nn.Linear, Conv1D, nn.Embedding)
+
+
+def _norms(stored: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The norm (out) of each row of W + B·A in fp32, for W (out, in), A (r, in) and B (out, r)."""
+    norms = []
+    for weight, rows in zip(stored.split(_NORM_ROWS), b.split(_NORM_ROWS), strict=True):
+        norms.append(torch.linalg.vector_norm((rows @ a).add_(weight), dim=1))
+    return torch.cat(norms)
 
 
 def _as_out_in(module: nn.Module) -> Tensor:

@@ -47,12 +47,13 @@ _T = TypeVar("_T")
 class Memory:
     """Bytes that an engine holds beside its base.
 
-    ``bank`` and ``lanes`` are fixed; an adapter takes at most ``row`` of the bank; ``blocks`` are
-    those of shared prefixes now.
+    ``bank`` and ``lanes`` are fixed; an adapter takes at most ``row`` of the bank, and at most
+    ``preparing`` while it is attached; ``blocks`` are those of shared prefixes now.
     """
 
     bank: int
     row: int
+    preparing: int
     lanes: int
     blocks: int
 
@@ -222,7 +223,7 @@ class Engine:
     def memory(self) -> Memory:
         """Bytes held beside the base. On any thread."""
         bank, lanes = self._runner.bank, self._runner.lanes
-        return Memory(bank.size, bank.row_size, lanes.size, self._prefix.size)
+        return Memory(bank.size, bank.row_size, bank.preparing_size, lanes.size, self._prefix.size)
 
     def kv(self) -> Mapping[Holder | None, int]:
         """Bytes of KV by whose it is, lanes and blocks; None has the free lanes. On any thread.

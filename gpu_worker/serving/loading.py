@@ -99,15 +99,13 @@ class Loading:
                 raise RefusedError(
                     f"adapter: expected at most {self.limits.adapter_bytes} bytes, got {size}"
                 )
-            staging, reservation = self._reserve(key, size, make_room)
-            undo.callback(reservation.release)
-            undo.callback(disk.forget, key)
-            undo.callback(self._admission.detach, key)
-            try:
+            with ExitStack() as passing:
+                reservation = self._reserve(key, size, make_room, passing)
+                undo.callback(reservation.release)
+                undo.callback(disk.forget, key)
+                undo.callback(self._admission.detach, key)
                 disk.room_make(key, size)
                 admitted = self._admission.load(claims, self.limits.rank)
-            finally:
-                staging.release()
             reservation.commit(admitted.size)
             return Loaded(admitted, reservation, undo.pop_all())
 
@@ -147,19 +145,17 @@ class Loading:
             tenant_adapters=self.limits.tenant_adapters,
         )
 
-    def _reserve(self, key: Key, size: int, make_room: MakeRoom) -> tuple[Reservation, Reservation]:
-        """Room to read the files, and a row of the bank, whatever part of it will be taken."""
-        row = self.memory.row
+    def _reserve(self, key: Key, size: int, make_room: MakeRoom, passing: ExitStack) -> Reservation:
+        """A row of the bank, whatever part of it will be taken; and until ``passing`` closes, room
+        for the files that are read and for what is made of them on the way into the row.
+        """
+        row, memory = self.memory.row, self.memory
         with self._planning:
             make_room(key, row, self.bounds)
             try:
-                staging = self.memory.host.reserve(Category.WORKSPACE, size, key)
-                try:
-                    return staging, self.memory.device.reserve(Category.ADAPTER, row, key)
-                except BaseException:
-                    # Whatever stopped it, a load that failed holds no memory.
-                    staging.release()
-                    raise
+                for ledger, taken in ((memory.host, size), (memory.device, memory.preparing)):
+                    passing.callback(ledger.hold(Category.WORKSPACE, taken, key).release)
+                return memory.device.reserve(Category.ADAPTER, row, key)
             except LedgerFullError as error:
                 raise UnavailableError(f"the node is full: {error}") from error
 

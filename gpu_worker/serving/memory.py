@@ -27,12 +27,14 @@ _CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
 class Ledgers:
     """The ledger of the memory that adapters run in, and of that in which they are read.
 
-    On the CPU both are one. ``row`` is a row of the bank, in bytes.
+    On the CPU both are one. In bytes: ``row`` is a row of the bank, and ``preparing`` what an
+    adapter takes of the device for the moment in which it gets one.
     """
 
     device: Ledger
     host: Ledger
     row: int
+    preparing: int
 
 
 def ledgers_open(engine: Engine, base: Iterable[Tensor], *, device: str, budget: int) -> Ledgers:
@@ -42,19 +44,18 @@ def ledgers_open(engine: Engine, base: Iterable[Tensor], *, device: str, budget:
         RefusedError: base, bank, lanes and blocks together are over the budget.
     """
     memory, workspace = engine.memory(), engine.workspace
-    row = memory.bank // (workspace.adapters + 1)
     try:
-        ledger = Ledger(budget or memory_budget(device), bank=row * workspace.adapters)
+        ledger = Ledger(budget or memory_budget(device), bank=memory.row * workspace.adapters)
         ledger.hold(Category.BASE, storages_bytes({"base": base})["base"])
         # Row 0 is the base's and never an adapter's.
-        ledger.hold(Category.WORKSPACE, row + context_bytes(device))
+        ledger.hold(Category.WORKSPACE, memory.row + context_bytes(device))
         ledger.pool(Category.KV, memory.lanes + workspace.prefix_bytes, lambda: _kv(engine))
     except LedgerFullError as error:
         raise RefusedError(
             f"memory: {error}; give the node more with --memory-mib, or fewer or smaller adapters"
         ) from error
     host = ledger if device == "cpu" else Ledger(memory_budget("cpu"))
-    return Ledgers(ledger, host, row)
+    return Ledgers(ledger, host, memory.row, memory.preparing)
 
 
 def _kv(engine: Engine) -> Mapping[Owner | None, int]:

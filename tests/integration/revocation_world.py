@@ -172,7 +172,7 @@ class ServingNode:
             base_unchanged=lambda: True,
         )
         ledger = Ledger(MEMORY, bank=MEMORY // 2)
-        memory = Ledgers(ledger, ledger, ADAPTER_BYTES)
+        memory = Ledgers(ledger, ledger, ADAPTER_BYTES, 0)
         loading = Loading(admission, memory, self.client, node=name, load_limits=LoadLimits(rank=8))
         self.residents = Residents(
             loading,

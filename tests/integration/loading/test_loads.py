@@ -69,6 +69,25 @@ def test_the_ledger_is_what_the_tensors_take_by_digest_and_tenant(
     world.clean()
 
 
+def test_what_a_load_takes_on_its_way_is_in_the_ledger_until_it_is_there(
+    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ledgers = world.node.engine, world.node.ledgers
+    before = ledgers.device.taken()[Category.WORKSPACE]
+    found: list[int] = []
+
+    def look(*arguments: Any) -> Any:
+        found.append(ledgers.device.taken()[Category.WORKSPACE] - before)
+        return attach(*arguments)
+
+    attach = engine.attach
+    monkeypatch.setattr(engine, "attach", look)
+    world.use(own[0])
+    files = sum(map(len, world.registry.artifacts[own[0]].files.values()))
+    assert found == [files + engine.memory().preparing]
+    world.ledger_check()
+
+
 def test_least_recently_used_make_room_and_what_is_in_use_stays(
     world: LoadWorld, own: list[Digest]
 ) -> None:

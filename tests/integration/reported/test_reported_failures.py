@@ -2,18 +2,16 @@
 
 Those about keys and pages stand where these are tested: vllm#44701 (and the key of vllm#42125) in
 ``tests/unit/test_serving_identity.py``, vllm#44250 and llama.cpp#26207 in ``test_slots.py``, the
-sequences measured on llama.cpp in ``test_slot_turns.py``; wrong adapters under load (lorax PR#62)
-in ``test_serving_http_soak.py``.
+sequences measured on llama.cpp in ``test_slot_turns.py`` and on vLLM in ``test_vllm_sequences.py``;
+wrong adapters under load (lorax PR#62) in ``test_serving_http_soak.py``.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -22,14 +20,12 @@ from gpu_worker.serving.adapter import Adapter, LoraError
 from gpu_worker.serving.adapter_load import adapter_read
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.gate import DeniedError
-from gpu_worker.serving.openai_bodies import BodyError, completion_parse
-from gpu_worker.serving.running import Running
+from gpu_worker.serving.openai_bodies import BodyError
 from gpu_worker.serving.sequence import CANCELLED, LENGTH, EngineError, Job
 from gpu_worker.serving.workspace import Workspace
 from tests.integration import engine_world as ew
-from tests.integration import serving_world as sw
 from tests.integration import soak_world as soak
-from tests.integration.load_world import LoadWorld
+from tests.integration.scene_world import Scene, files_swap, right, says, start
 from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
@@ -57,61 +53,6 @@ def adapter(seed: int) -> Adapter:
 
 def answer(engine: Engine, name: str | None, key: bytes | None = None) -> list[int]:
     return list(engine.submit(Job(PROMPT, 6, name, root_key=key)).tokens())
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What is published, and what each of a base and two adapters says alone."""
-
-    registry: sw.FakeRegistry
-    base: soak.Who
-    one: soak.Who
-    two: soak.Who
-    cold: soak.Cold
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    root = tmp_path_factory.mktemp("published")
-    registry = sw.FakeRegistry(root / "registry", soak.base_make(root / "base"))
-    base = soak.Who(*soak.TENANTS[0])
-    one, two = (soak.adapter_publish(registry, root / f"a{n}", n) for n in (0, 2))
-    with ew.one_thread():
-        cold = soak.cold_runs(registry, root / "cold", [base, one, two])
-    return Scene(registry, base, one, two, cold)
-
-
-@pytest.fixture
-def scene(published: Scene, tmp_path: Path) -> Iterator[Scene]:
-    """The same with a registry in which nothing was revoked yet."""
-    registry = sw.FakeRegistry(tmp_path / "registry", published.registry.base)
-    registry.artifacts = {d: replace(a) for d, a in published.registry.artifacts.items()}
-    with ew.one_thread():
-        yield replace(published, registry=registry)
-
-
-def start(scene: Scene, world: LoadWorld, who: soak.Who, number: int = 0, **fields: Any) -> Running:
-    """One of the prompts, in a session of its own, as it comes over HTTP."""
-    node: Any = world.node
-    body = soak.body_of(scene.cold.prompts[who, number], number, **fields)
-    context = soak.context_of(scene.registry, who, body, session=str(uuid4()))
-    running: Running = node.completions.start(context, body, completion_parse, request_id="r-1")
-    return running
-
-
-def says(running: Running) -> list[str]:
-    return [soak.WORDS[token] for token in running.generations[0].tokens()]
-
-
-def right(scene: Scene, world: LoadWorld, *people: soak.Who) -> bool:
-    return all(says(start(scene, world, who)) == scene.cold.says[who, 0] for who in people)
-
-
-def files_swap(scene: Scene, world: LoadWorld) -> None:
-    """Put the weights of the second adapter in the place of the first one's."""
-    weights = world.node.store.folder(scene.one.key) / "adapter_model.safetensors"
-    weights.chmod(0o644)
-    weights.write_bytes(scene.registry.artifacts[scene.two.digest].files[weights.name])
 
 
 def bank_bytes(engine: Engine) -> int:
