@@ -1,9 +1,9 @@
 """A step as tensors on the model's device, and the attention over it.
 
 Plain products and softmax: a row's arithmetic has to depend on the row alone. Sizes that others
-decide are made harmless: the length is rounded up to whole blocks, keys are summed in pieces of
-fixed size (MKL splits long sums by their length), and few rows are run as several, by repeating
-the last one (small batches take other paths).
+decide are made harmless: the length is rounded up to whole blocks, keys are summed block by block
+(MKL splits a sum by its length, from 448 on), and few rows are run as several, by repeating the
+last one (small batches take other paths).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from gpu_worker.serving.lanes import Lanes
 from gpu_worker.serving.step import Segment, Step
 from gpu_worker.serving.workspace import BLOCK_TOKENS, rows_padded
 
-_KEYS_AT_ONCE: Final = 512
 _ALIGNED_BYTES: Final = 64
 # Torch multiplies batches of half precision of up to this many multiplications by a loop of its
 # own, and larger ones with oneDNN, which adds in another order.
@@ -148,10 +147,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, how: Scores, hidden: Tensor) -> 
     scores = scores.masked_fill(hidden.view(rows, 1, 1, n, -1), float("-inf"))
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
     weights = weights.view(rows, kv_heads, heads // kv_heads * n, -1)
-    out = torch.matmul(weights[..., :_KEYS_AT_ONCE], v[:, :, :_KEYS_AT_ONCE])
-    for start in range(_KEYS_AT_ONCE, v.shape[2], _KEYS_AT_ONCE):
-        piece = slice(start, start + _KEYS_AT_ONCE)
-        out = out + torch.matmul(weights[..., piece], v[:, :, piece])
+    out = torch.matmul(weights[..., :BLOCK_TOKENS], v[:, :, :BLOCK_TOKENS])
+    for start in range(BLOCK_TOKENS, v.shape[2], BLOCK_TOKENS):
+        block = slice(start, start + BLOCK_TOKENS)
+        out = out + torch.matmul(weights[..., block], v[:, :, block])
     out = out.view(rows, kv_heads, heads // kv_heads, n, -1)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, n, heads, -1)
 

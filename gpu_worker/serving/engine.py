@@ -29,6 +29,7 @@ from gpu_worker.serving.selfcheck import (
     neighbour_check,
 )
 from gpu_worker.serving.sequence import (
+    CANCELLED,
     EngineBusyError,
     EngineError,
     Generation,
@@ -307,3 +308,8 @@ class Engine:
             elif message is not None:
                 self._requests.add(*message)
         self._requests.abandon()
+        with self._lock:
+            left = tuple(self._open.items())
+        for generation, job in left:
+            # Whatever was lost on its way in.
+            self._requests.end(job, generation, CANCELLED, EngineError("the engine stopped"))

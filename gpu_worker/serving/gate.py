@@ -8,7 +8,7 @@ from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.admission import Clock
 from gpu_worker.serving.trust import Trust
 from registry_service.domain.digests import digest_equal
-from registry_service.domain.errors import ForbiddenError, UntrustedError
+from registry_service.domain.errors import ForbiddenError, UnavailableError, UntrustedError
 from registry_service.trust.routing_context import (
     RoutingContext,
     SeenContexts,
@@ -58,6 +58,11 @@ class Gate:
                 raise UntrustedError("a routing context from before this process")
             if not digest_equal(context.tokenizer_digest, self._base.tokenizer_digest):
                 raise UntrustedError("a routing context of another tokenizer")
+            if context.adapter is None and not digest_equal(
+                context.chat_template_digest, self._base.chat_template_digest
+            ):
+                # An adapter may have one of its own: that is compared when it is known.
+                raise UntrustedError("a routing context of another chat template")
             self._seen.claim(context.jti, context.expires_at)
         except UntrustedError as error:
             raise DeniedError from error
@@ -67,9 +72,12 @@ class Gate:
         """Check a context again, when its request leaves the queue.
 
         Raises:
-            DeniedError: it is over.
+            UnavailableError: it is over: the request waited for longer than it holds.
         """
         try:
             expiry_check(context, self._now())
         except UntrustedError as error:
-            raise DeniedError from error
+            raise UnavailableError(
+                "the request waited for longer than its routing context holds; ask again",
+                retry_after=1,
+            ) from error

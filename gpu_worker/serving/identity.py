@@ -30,7 +30,7 @@ FORMAT_VERSION: Final = 1
 """Of keys, blocks and slot pages. Raised whenever what they hold or mean changes; then none that
 was made before is used again."""
 
-ENGINE_VERSION: Final = "1"
+ENGINE_VERSION: Final = "2"
 """Of the engine's arithmetic. Raised whenever it computes KV in another way."""
 
 Adapters: TypeAlias = tuple[tuple[Digest, float], ...] | Digest

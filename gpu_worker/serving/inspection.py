@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -30,10 +31,14 @@ _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A base's attention layers, the modules that see each token once, and its output head."""
+    """A base's attention layers, the modules that see each token once, and its output head.
+
+    ``flat`` see each token once too, in a shape that adapters have no place for.
+    """
 
     layers: tuple[LayerShape, ...]
     modules: Mapping[str, nn.Module]
+    flat: Mapping[str, nn.Module]
     head: nn.Module
 
 
@@ -71,7 +76,8 @@ def inspect_base(model: PreTrainedModel, lane_tokens: int) -> Inspection:
     head = model.get_output_embeddings()
     with torch.inference_mode(), _rows_noted(model) as rows:
         try:
-            forward(model, torch.zeros(1, ROW_STEP, dtype=torch.long), probe)
+            # Different tokens: experts share them out.
+            forward(model, torch.arange(ROW_STEP)[None] % _vocabulary(model), probe)
         except EngineError as error:
             raise EngineError(f"{name}: {error}") from error
         except TypeError as error:
@@ -86,10 +92,27 @@ def inspect_base(model: PreTrainedModel, lane_tokens: int) -> Inspection:
             f"got {len(probe.layers)}; a base that attends in its own way is not served"
         )
     _masks_check(model, probe.windows, lane_tokens)
-    modules = {n: m for n, m in model.named_modules() if rows.get(n) == [ROW_STEP]}
+    layers = tuple(probe.layers[i] for i in range(count))
+    return Inspection(layers, *_modules(model, rows, head), head)
+
+
+def _modules(
+    model: PreTrainedModel, rows: Mapping[str, list[_Rows]], head: nn.Module
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The modules that see each token once, and those that do so flat."""
+    name = type(model).__name__
+    modules = {n: m for n, m in model.named_modules() if rows.get(n) == [_Rows.EACH]}
+    flat = {n: m for n, m in model.named_modules() if rows.get(n) == [_Rows.FLAT]}
+    loose = sorted(rows.keys() - modules.keys() - flat.keys())
+    if loose and model.device.type == "cpu":
+        raise EngineError(
+            f"{name}: {loose[0]}: expected a module that sees each token once, got one of which "
+            "other requests choose how many rows it multiplies (experts do so); no row of such a "
+            "base keeps its bits on the CPU"
+        )
     if not any(module is head for module in modules.values()):
         raise EngineError(f"{name}: expected an output head that sees each token once")
-    return Inspection(tuple(probe.layers[i] for i in range(count)), modules, head)
+    return modules, flat
 
 
 def forward(
@@ -114,30 +137,57 @@ def forward(
     return logits
 
 
+class _Rows(Enum):
+    """Which rows of a step a module multiplies in one call."""
+
+    EACH = "each token once, as (1, tokens, size)"
+    FLAT = "each token once, as (tokens, size)"
+    OTHER = "some, or in another way"
+
+
 @contextmanager
-def _rows_noted(model: nn.Module) -> Iterator[dict[str, list[int]]]:
-    """Note for each module the rows of every call, while the context lasts."""
-    found: dict[str, list[int]] = {}
+def _rows_noted(model: nn.Module) -> Iterator[dict[str, list[_Rows]]]:
+    """Note the calls of each module that multiplies, by its name, while the context lasts.
+
+    A lookup that is not over the tokens is no product and is not noted.
+    """
+    found: dict[str, list[_Rows]] = {}
 
     def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            rows = 0
-            # Experts see some rows of a flat tensor, without the first axis, which is one; and
-            # a module with more inputs than one computes something else.
-            axes = 2 if isinstance(module, nn.Embedding) else 3
-            if len(inputs) == 1 and not named and inputs[0].ndim == axes and len(inputs[0]) == 1:
-                rows = inputs[0].shape[1]
-            found.setdefault(name, []).append(rows)
+            rows = _rows_of(module, inputs, named)
+            if rows is _Rows.EACH or not isinstance(module, nn.Embedding):
+                found.setdefault(name, []).append(rows)
 
         return hook
 
-    modules = [(n, m) for n, m in model.named_modules() if product(m)]
+    modules = [(n, m) for n, m in model.named_modules() if product(m) or _holds_stacks(m)]
     handles = [m.register_forward_pre_hook(note(name), with_kwargs=True) for name, m in modules]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _rows_of(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> _Rows:
+    # A module with more inputs than one computes something else.
+    if not product(module) or len(inputs) != 1 or named:
+        return _Rows.OTHER
+    shape = tuple(inputs[0].shape)
+    if not isinstance(module, nn.Embedding):
+        shape = shape[:-1]
+    return {(1, ROW_STEP): _Rows.EACH, (ROW_STEP,): _Rows.FLAT}.get(shape, _Rows.OTHER)
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    """True when a module has weights stacked in one tensor, as fused experts have."""
+    return any(parameter.ndim > 2 for parameter in module.parameters(recurse=False))
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    count: int = model.get_input_embeddings().weight.shape[0]
+    return count
 
 
 def _masks_check(

@@ -87,14 +87,20 @@ class PrefixCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
 
-    def publish(self, key: bytes, block: Block) -> bool:
-        """Keep a block; False when it is known already or never fits."""
+    def publish(self, key: bytes, block: Block, after: Sequence[bytes] = ()) -> bool:
+        """Keep a block; False when it is known already or does not fit.
+
+        ``after`` are the keys of those before it. They stay: without them it cannot be reached.
+        """
         tenant_bytes, total_bytes = self._budgets
-        if key in self._blocks or block.size > min(tenant_bytes, total_bytes):
+        kept = set(after)
+        size = block.size + sum(self._blocks[k].size for k in kept if k in self._blocks)
+        if key in self._blocks or size > min(tenant_bytes, total_bytes):
             return False
-        own = [k for k, other in self._blocks.items() if other.tenant == block.tenant]
+        others = [k for k in self._blocks if k not in kept]
+        own = [k for k in others if self._blocks[k].tenant == block.tenant]
         self._evict(own, self.tenant_size(block.tenant) + block.size - tenant_bytes)
-        self._evict(list(self._blocks), self.size + block.size - total_bytes)
+        self._evict((k for k in others if k in self._blocks), self.size + block.size - total_bytes)
         self._blocks[key] = block
         self._count(block.holder, block.size)
         return True
@@ -116,7 +122,7 @@ class PrefixCache:
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
-    def _evict(self, oldest_first: Sequence[bytes], excess: int) -> None:
+    def _evict(self, oldest_first: Iterable[bytes], excess: int) -> None:
         for key in oldest_first:
             if excess <= 0:
                 return

@@ -71,7 +71,11 @@ class Requests:
 
     def add(self, job: Job, generation: Generation) -> None:
         """A request arrived."""
-        self._scheduler.waiting.append(Sequence(job, generation, Sampler(job.sampling)))
+        try:
+            self._scheduler.waiting.append(Sequence(job, generation, Sampler(job.sampling)))
+        except Exception as error:  # noqa: BLE001 - one request's fault is not the others'
+            _LOG.error("a request cannot begin", exc_info=error)
+            self.end(job, generation, "", EngineError("the request failed"))
 
     def step(self) -> None:
         """Let the cancelled leave and the next ones join, then run one step."""
@@ -79,7 +83,7 @@ class Requests:
             if sequence.generation.cancelled:
                 self._leave(sequence, CANCELLED)
         while self._scheduler.waiting and self._runner.lanes.free:
-            self._join(self._scheduler.waiting[0])
+            self._join(self._scheduler.next_waiting())
         step = self._scheduler.plan()
         if step is not None:
             self._run(step)
@@ -94,7 +98,16 @@ class Requests:
     def abandon(self) -> None:
         """End everything."""
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
-            self._leave(sequence, CANCELLED, EngineError("the engine stopped"))
+            try:
+                self._leave(sequence, CANCELLED, EngineError("the engine stopped"))
+            except Exception:  # noqa: BLE001 - its owner was told; the others are still to be
+                _LOG.exception("a lane stays as it is")
+
+    def end(self, job: Job, generation: Generation, reason: str, error: Exception | None) -> None:
+        """Tell everybody, once, that a request holds nothing any more."""
+        self._closed(generation)
+        _tell(job.on_end)
+        generation.end(reason, error)
 
     def _join(self, sequence: Sequence) -> None:
         """Give the first waiting request its lease, or end it."""
@@ -220,13 +233,17 @@ class Requests:
         job = sequence.job
         if not sequence.shares or job.root_key is None:
             return
-        keys = list(block_keys(job.root_key, job.prompt))
-        for number, key in enumerate(keys):
+        keys: list[bytes] = []
+        # The same list: whatever was published before a fault goes with it.
+        sequence.blocks = keys
+        for number, key in enumerate(block_keys(job.root_key, job.prompt)):
             if key not in self._prefix:
                 kv: BlockKV = self._runner.lanes.block(sequence.lane, number)
-                self._prefix.publish(key, Block(kv, kv.size, job.tenant, job.adapter))
+                block = Block(kv, kv.size, job.tenant, job.adapter)
+                if not self._prefix.publish(key, block, after=keys):
+                    break
+            keys.append(key)
         self._prefix.touched(keys)
-        sequence.blocks = keys
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """End a request by an error; what it shared is not trusted any more."""
@@ -250,9 +267,7 @@ class Requests:
                 self._scheduler.waiting.remove(sequence)
         finally:
             # A lane that cannot be zeroed ends the engine; its request is told once, like all.
-            self._closed(sequence.generation)
-            _tell(sequence.job.on_end)
-            sequence.generation.end(reason, error)
+            self.end(sequence.job, sequence.generation, reason, error)
 
 
 def _tell(hear: Callable[[], None]) -> None:

@@ -61,6 +61,11 @@ class Runner:
             return logits[: len(step.emitting)]
 
     def _wrap(self, found: Inspection, workspace: Workspace) -> None:
+        for name, module in found.flat.items():
+            if self.model.device.type == "cpu" and rows_at_once(module, workspace.step_tokens):
+                raise EngineError(
+                    f"{name}: its rows depend on how many there are, and it cannot be cut"
+                )
         measured: dict[tuple[object, ...], int | None] = {}
         for name, module in found.modules.items():
             is_head = module is found.head

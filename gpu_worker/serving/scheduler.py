@@ -1,13 +1,14 @@
 """Who runs next: requests join and leave between steps, and a step has a budget of tokens.
 
-Running requests come first, one token each; what is left of the budget goes to prompts, oldest
-first, in segments that end at the borders of blocks. How a prompt is cut depends on nothing but
+Tenants take turns to join: next is who has the fewest requests running. Running requests come
+first, one token each; what is left of the budget goes to prompts, oldest first, in segments that
+end at the borders of blocks. How a prompt is cut depends on nothing but
 itself and what was cached of it, so that neighbours cannot change its arithmetic.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from gpu_worker.serving.sequence import Sequence
 from gpu_worker.serving.step import Segment, Step, step_of
@@ -25,6 +26,11 @@ class Scheduler:
         self.grouped = grouped
         self._ran: dict[int, int] = {}
         self._steps = 0
+
+    def next_waiting(self) -> Sequence:
+        """Who joins next: of the tenants that have the fewest running, who waited longest."""
+        running = Counter(sequence.job.tenant for sequence in self.running)
+        return min(self.waiting, key=lambda sequence: running[sequence.job.tenant])
 
     def plan(self) -> Step | None:
         """The next step, or None when nothing runs."""

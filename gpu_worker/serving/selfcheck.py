@@ -18,6 +18,7 @@ from gpu_worker.serving.runner import Runner
 from gpu_worker.serving.sampler import Sampler
 from gpu_worker.serving.scheduler import Scheduler
 from gpu_worker.serving.sequence import EngineError, Generation, Job, Sequence
+from gpu_worker.serving.step import Segment, step_of
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 
 # Largest difference of a logit on CUDA, as a share of the largest logit.
@@ -27,6 +28,9 @@ LIBRARY_BOUND: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16
 _ANSWER: Final = 2
 # Past a block, a whole one, and parts of one; each row of the bank and the base.
 _LENGTHS: Final = (BLOCK_TOKENS + 5, 1, BLOCK_TOKENS, 17, 3)
+# Tokens of a row, and of the longer ones that it is run beside: matrix libraries split a sum by
+# its length (MKL does from 448 numbers on), and neighbours must not choose a row's.
+_LONG, _LONGER = 300, (450, 700, 1100)
 
 
 def library_logits(model: PreTrainedModel, count: int) -> Tensor:
@@ -81,7 +85,10 @@ def neighbour_check(runner: Runner, workspace: Workspace) -> float:
     count = min(2, workspace.adapters)
     rows = [runner.bank.attach(runner.bank.prepare(_adapter(runner, n))) for n in range(count)]
     try:
-        difference = _alone_against_crowded(runner, workspace, rows)
+        difference = max(
+            _alone_against_crowded(runner, workspace, rows),
+            _long_beside_longer(runner, workspace, rows[0]),
+        )
     finally:
         for row in rows:
             runner.bank.detach(row)
@@ -112,6 +119,46 @@ def _alone_against_crowded(runner: Runner, workspace: Workspace, rows: list[int]
         for one, other in zip(alone, crowded, strict=True)
         for ours, theirs in zip(one, other, strict=True)
     )
+
+
+def _long_beside_longer(runner: Runner, workspace: Workspace, row: int) -> float:
+    """One token after a long text, alone and beside longer ones up to a whole lane.
+
+    The texts' KV is random: how it came about does not matter here, and computing it takes long.
+    """
+    most = workspace.lane_tokens - _ANSWER
+    if workspace.lanes < 2 or most <= _LONG:
+        return 0.0
+    longer = sorted({min(length, most) for length in (*_LONGER, most)})
+    alone = _next_logits(runner, [_LONG], row)
+    return max(_difference(_next_logits(runner, [_LONG, length], row), alone) for length in longer)
+
+
+def _next_logits(runner: Runner, lengths: list[int], row: int) -> Tensor:
+    """The first one's logits after texts of these lengths, the same random KV for each of them."""
+    sequences = [_sequence(runner, (0,) * length, row) for length in lengths]
+    try:
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.cached = length
+            sequence.produced.append(0)
+            _lane_fill(runner, sequence.lane, length)
+        step = step_of([Segment(s, 0, 1, s.cached) for s in sequences], [])
+        return runner.forward(step)[0].clone()
+    finally:
+        for sequence in sequences:
+            runner.lanes.release(sequence.lane)
+
+
+def _lane_fill(runner: Runner, lane: int, length: int) -> None:
+    """The same random block again and again: to make each number anew takes long."""
+    runner.lanes.extend(lane, length)
+    for number, slab in enumerate((*runner.lanes.keys, *runner.lanes.values)):
+        _, heads, _, size = slab.shape
+        generator = torch.Generator().manual_seed(number)
+        block = torch.randn(heads, BLOCK_TOKENS, size, generator=generator).to(slab)
+        for start in range(0, length, BLOCK_TOKENS):
+            end = min(start + BLOCK_TOKENS, length)
+            slab[lane, :, start:end] = block[:, : end - start]
 
 
 def _run(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_worker.serving import requests
 from gpu_worker.serving.adapter import Adapter
 from gpu_worker.serving.bank import Bank, Rows, Stack
 from gpu_worker.serving.engine import Engine
@@ -259,9 +260,29 @@ def test_a_fault_while_blocks_are_published_ends_its_request_only(
     world.check()
 
 
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_a_fault_before_a_request_begins_ends_it_only(
+    error: Exception, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "Sampler", Nth(Sampler, 1, error))
+        running = [
+            world.engine.submit(Job((1, 2, 3), 4, on_end=partial(ended.append, name)))
+            for name in ("first", "failing", "last")
+        ]
+        for number in (0, 2):
+            assert len(list(running[number].tokens())) == 4
+        with pytest.raises(EngineError):
+            list(running[1].tokens())
+    assert sorted(ended) == ["failing", "first", "last"]
+    world.check()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "always"])
 def test_a_lane_that_cannot_be_zeroed_ends_the_engine_and_every_request(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lasting: bool
 ) -> None:
     engine = Engine(ew.base_build("llama"), stop_tokens=frozenset(), workspace=WORKSPACE)
     engine.start()
@@ -270,15 +291,21 @@ def test_a_lane_that_cannot_be_zeroed_ends_the_engine_and_every_request(
         Job(ew.prompt_of(4), 250 if number else 1, on_end=partial(ended.append, number))
         for number in range(6)
     ]
+
+    def never(*_: Any) -> None:
+        # As every call does after a fault of the device.
+        raise RuntimeError("injected")
+
     with monkeypatch.context() as patch:
-        patch.setattr(Lanes, "clear", Nth(Lanes.clear, 0, RuntimeError("injected")))
+        once = Nth(Lanes.clear, 0, RuntimeError("injected"))
+        patch.setattr(Lanes, "clear", never if lasting else once)
         running = [engine.submit(job) for job in jobs]
         engine._thread.join(20)
     assert not engine.alive
     assert all(generation.ended for generation in running)
     assert sorted(ended) == list(range(6))
-    # One lane is dirty still, and is the one's who wrote to it: it is not given to another.
-    assert engine._runner.lanes.free == WORKSPACE.lanes - 1
+    # A dirty lane is the one's who wrote to it: it is not given to another.
+    assert engine._runner.lanes.free == (0 if lasting else WORKSPACE.lanes - 1)
     assert engine.references == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu_worker.serving import linear
+from gpu_worker.serving import batch, linear
 from gpu_worker.serving import runner as runner_module
 from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.batch import least_rows
@@ -112,18 +112,44 @@ def _random_job(chance: random.Random, name: str | None) -> Job:
     return Job(prompt, chance.randrange(1, 9), name, sampling=sampling or Sampling())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_longer_neighbour_changes_no_bit(dtype: torch.dtype) -> None:
-    # Sums over more than a thousand keys are split in other places than shorter ones.
-    driven = ew.Driven(ew.base_build("llama", dtype), LONG)
-    job = Job(ew.prompt_of(700, 1), 4)
-    _, alone = driven.answer(job)
-    neighbour = driven.add(Job(ew.prompt_of(1400, 2), 9))
-    while not neighbour.produced:
-        driven.requests.step()
-    beside = driven.add(job)
-    driven.finish()
-    assert ew.same_bits(driven.logits[beside], alone)
+@pytest.mark.parametrize("kind", ["llama", "wide", "gemma2"])
+def test_a_longer_neighbour_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    # Long sums are split by their length: a row of each length beside longer ones of each.
+    driven = ew.Driven(ew.base_build(kind, dtype), LONG)
+    for neighbours in ([450], [700], [1100], [1400, 520]):
+        running = [driven.add(Job(ew.prompt_of(n, n), 60)) for n in neighbours]
+        while not all(generation.produced for generation in running):
+            driven.requests.step()
+        lengths = [n for n in (200, 300, 440, 850, 900) if n < max(neighbours)]
+        jobs = [Job(ew.prompt_of(n, n), 3) for n in lengths]
+        beside = []
+        for job in jobs:
+            beside.append(driven.add(job))
+            while not beside[-1].ended:
+                driven.requests.step()
+        assert not any(generation.ended for generation in running)
+        for generation in running:
+            generation.cancel()
+        driven.finish()
+        for job, generation in zip(jobs, beside, strict=True):
+            assert ew.same_bits(driven.logits[generation], driven.answer(job)[1]), job.prompt[:2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_check_at_start_finds_sums_that_a_neighbour_splits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    summed = batch._attention
+
+    def split(query: Tensor, keys: Tensor, *others: Any) -> Tensor:
+        return summed(query, keys, *others) * (1.01 if keys.shape[2] > 1024 else 1)
+
+    monkeypatch.setattr(batch, "_attention", split)
+    engine = Engine(ew.base_build("llama", dtype), stop_tokens=frozenset(), workspace=LONG)
+    with pytest.raises(EngineError, match="neighbours"):
+        engine.start()
 
 
 @pytest.mark.usefixtures("one_thread")

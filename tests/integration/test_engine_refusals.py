@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from gpu_worker.serving import attention
+from gpu_worker.serving import attention, runner
 from gpu_worker.serving.adapter import Adapter, LoraError, Part, adapter_of
 from gpu_worker.serving.bank import Bank, placeable
 from gpu_worker.serving.engine import Engine
@@ -137,15 +137,16 @@ def test_window_and_cap_do_something(ignored: str) -> None:
     assert ew.difference(honest[:1], other[:1]) > 1e-3
 
 
-def test_fused_experts_have_no_place() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_base_of_experts_is_refused_on_the_cpu(dtype: torch.dtype) -> None:
+    # How many rows an expert multiplies is what the neighbours' tokens choose.
     mixtral = _model(
         model_type="mixtral",
         **{k: v for k, v in ew.CONFIGS["llama"].items() if k != "model_type"},
         num_local_experts=4,
     )
-    names = set(inspect_base(mixtral, 256).modules)
-    assert "model.layers.0.self_attn.q_proj" in names
-    assert not any("expert" in name for name in names)
+    with pytest.raises(EngineError, match=r"MixtralForCausalLM: model\.layers\.0\..*experts do so"):
+        inspect_base(mixtral.to(dtype), 256)
 
 
 # Adapters
@@ -281,19 +282,37 @@ def test_convolutions_and_linears_of_another_kind_have_no_place(module: torch.nn
     assert placeable(torch.nn.Linear(2, 2))
 
 
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+}
+
+
 def test_an_embedding_with_more_inputs_has_no_place_and_works() -> None:
-    opt = _model(
-        model_type="opt",
-        vocab_size=96,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=96,
-        word_embed_proj_dim=64,
-    )
-    engine = _engine(opt)
+    engine = _engine(_model(**OPT))
     engine.start()
     engine.stop()
     names = set(engine._runner.bank.stacks)
     assert "model.decoder.embed_tokens" in names
-    assert not any("positions" in name for name in names)
+    # Its feed-forward layers see the tokens without the first axis.
+    assert not any("positions" in name or "fc1" in name for name in names)
+
+
+def test_a_product_that_cannot_be_cut_has_to_be_the_same_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = runner.rows_at_once
+
+    def narrow(module: torch.nn.Module, most: int) -> int | None:
+        # Only the feed-forward layers are of this width.
+        return 48 if 96 in (module.in_features, module.out_features) else measured(module, most)
+
+    monkeypatch.setattr(runner, "rows_at_once", narrow)
+    opt = _model(**{**OPT, "vocab_size": 80})
+    with pytest.raises(EngineError, match=r"layers\.0\.fc1: its rows depend on how many there are"):
+        _engine(opt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +109,20 @@ def test_what_never_fits_pushes_nothing_out() -> None:
     assert not cache.publish(b"2", block(size=31))
     assert cache.size == 10
     assert not PrefixCache(tenant_bytes=0, total_bytes=0).publish(b"1", block())
+
+
+@pytest.mark.parametrize("budgets", [(100, MANY), (MANY, 100)], ids=["tenant", "all"])
+def test_a_text_longer_than_the_budget_keeps_its_beginning(budgets: tuple[int, int]) -> None:
+    cache = PrefixCache(tenant_bytes=budgets[0], total_bytes=budgets[1])
+    cache.publish(b"before", block())
+    chain = keys(13)
+    for _ in range(2):
+        known = [key for key in chain if key in cache]
+        published = [cache.publish(key, block(), after=chain[:n]) for n, key in enumerate(chain)]
+        assert published == [False] * len(known) + [True] * (10 - len(known)) + [False] * 3
+        assert len(cache.find(chain, "a")) == 10
+    assert b"before" not in cache
+    assert cache.size == 100
 
 
 def test_a_purge_is_complete_and_counted() -> None:

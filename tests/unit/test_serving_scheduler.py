@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,25 @@ def test_grouped_runs_one_row_a_step_and_starves_none() -> None:
         seen.append(rows.pop())
         advance(step)
     assert [seen.count(row) for row in range(3)] == [4, 4, 4]
+
+
+def test_tenants_take_turns_to_join() -> None:
+    scheduler = Scheduler(1024)
+
+    def asked(tenant: str, number: int) -> Sequence:
+        found = sequence(number)
+        found.job = replace(found.job, tenant=tenant)
+        return found
+
+    first = [asked("a", n) for n in range(1, 7)]
+    scheduler.waiting.extend([*first, *(asked("b", n) for n in range(11, 13)), asked("c", 21)])
+    order = []
+    while scheduler.waiting:
+        joined = scheduler.next_waiting()
+        scheduler.waiting.remove(joined)
+        scheduler.running.append(joined)
+        order.append(len(joined.job.prompt))
+    assert order == [1, 11, 21, 2, 12, 3, 4, 5, 6]
 
 
 def test_a_step_splits_into_one_for_each_sequence() -> None:
