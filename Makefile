@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 
-.PHONY: help setup demo up test test-unit test-oracle test-soak check fmt schemas bench slot-receipt clean
+.PHONY: help setup demo up test test-unit test-oracle test-soak test-gpu check fmt schemas bench slot-receipt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ test-oracle: $(STAMP)  ## 2,000 random configs: expected tensors against PEFT's
 test-soak: $(STAMP)  ## 2,000 requests over twelve adapters: every answer is its own adapter's
 	$(BIN)/python -m pytest tests/integration/test_serving_soak.py \
 	  tests/integration/test_serving_http_soak.py --soak-requests 2000 -s
+
+test-gpu:  ## on a CUDA machine, whose Python has torch, transformers, peft, safetensors, pytest
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 
 check: $(STAMP)  ## format, lint, types, import rules, dependencies, generated files, codes explained
 	$(BIN)/ruff format --check .
