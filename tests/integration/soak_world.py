@@ -209,7 +209,11 @@ def cold_runs(registry: sw.FakeRegistry, root: Path, people: Sequence[Who]) -> C
     cold = Cold({}, {}, {})
     with node_of(registry, root, adapters=len(people)) as world, pytest.MonkeyPatch.context() as p:
         node: Any = world.node
-        watch(p, node.engine._prefix, "publish", cold.blocks.__setitem__)
+
+        def keep(key: bytes, block: Block, **_: Any) -> None:
+            cold.blocks[key] = block
+
+        watch(p, node.engine._prefix, "publish", keep)
         for number, who in product(range(PROMPTS), people):
             cold.prompts[who, number] = prompt = _prompt(cold, who, number)
             body = body_of(prompt, number)

@@ -168,9 +168,10 @@ def _soak(
             wanted = expected.get((name, prompt), [])
             revoked = name in pool.revoked
             outcome = _answer(engine, job_of(name, prompt), wanted, chance) if taken else "refused"
-        # A request that ran when its adapter was revoked may be cut short.
-        cut = outcome == "wrong" and name in pool.revoked and not revoked
-        note("cancelled" if cut else outcome)
+        # A request that ran when its adapter was revoked may be ended by that, and by nothing else.
+        if outcome == "ended":
+            outcome = "cancelled" if name in pool.revoked and not revoked else "wrong"
+        note(outcome)
 
     with ThreadPoolExecutor(CALLERS) as callers:
         list(callers.map(ask, range(count)))
@@ -179,13 +180,17 @@ def _soak(
 
 
 def _answer(engine: Engine, job: Job, wanted: list[int], chance: random.Random) -> str:
-    generation = engine.submit(job)
-    if chance.random() < 0.1:
-        generation.cancel()
+    """``right``, ``wrong``, or why there was no whole answer; what there is of it is right."""
+    tokens: list[int] = []
+    outcome = "right"
     try:
-        tokens = list(generation.tokens())
+        generation = engine.submit(job)
+        if chance.random() < 0.1:
+            generation.cancel()
+        tokens += generation.tokens()
+        if generation.cancelled and len(tokens) < TOKENS:
+            outcome = "cancelled"
     except EngineError:
-        return "failed" if job.adapter == NAN else "wrong"
-    if generation.cancelled and len(tokens) < TOKENS:
-        return "cancelled" if tokens == wanted[: len(tokens)] else "wrong"
-    return "right" if tokens == wanted else "wrong"
+        outcome = "failed" if job.adapter == NAN else "ended"
+    end = TOKENS if outcome == "right" else len(tokens)
+    return outcome if tokens == wanted[:end] else "wrong"
