@@ -110,7 +110,7 @@ class Requests:
         generation.end(reason, error)
 
     def _join(self, sequence: Sequence) -> None:
-        """Give the first waiting request its lease, or end it."""
+        """Give a waiting request its lease, or end it."""
         job = sequence.job
         try:
             job.admit()
@@ -120,7 +120,7 @@ class Requests:
         except Exception as error:  # noqa: BLE001 - one request's fault is not the others'
             self._leave(sequence, "", error)
             return
-        self._scheduler.waiting.popleft()
+        self._scheduler.waiting.remove(sequence)
         self._scheduler.running.append(sequence)
         sequence.lane, sequence.bank_row = self._runner.lanes.take(job.holder), row
         self._runner.bank.acquire(row)

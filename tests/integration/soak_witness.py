@@ -52,7 +52,7 @@ class Witness:
         watch(patch, node.engine, "submit", self._admitted)
         watch(patch, node.engine._runner, "forward", self._stepped)
         watch(patch, node.engine._requests, "_leave", self._left)
-        watch(patch, node.engine._prefix, "publish", lambda *seen: self.published.append(seen))
+        watch(patch, node.engine._prefix, "publish", lambda *seen, **_: self.published.append(seen))
         watch(patch, recorder, "ended", self._ended)
         watch(patch, recorder._meter, "count", self._metered)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -291,3 +292,21 @@ def test_the_engine_stops_whatever_runs(engine: Engine) -> None:
     ):
         with pytest.raises(EngineError, match="stopped"):
             call()
+
+
+def test_a_tenant_that_fills_the_queue_holds_up_nobody_else() -> None:
+    workspace = Workspace(lanes=2, lane_tokens=128, adapters=1, rank=4, step_tokens=128)
+    driven = ew.Driven(ew.base_build("llama"), workspace)
+    joined: list[str] = []
+
+    def job(tenant: str, number: int) -> Job:
+        prompt = ew.prompt_of(10 + number, number)
+        return Job(prompt, 3, tenant=tenant, admit=partial(joined.append, f"{tenant}{number}"))
+
+    jobs = [*(job("a", n) for n in range(6)), job("b", 6), job("c", 7)]
+    running = [driven.add(each) for each in jobs]
+    driven.finish()
+    assert joined == ["a0", "b6", "a1", "c7", "a2", "a3", "a4", "a5"]
+    driven.idle_check()
+    answers = [list(generation.tokens()) for generation in running]
+    assert answers == [driven.answer(each)[0] for each in jobs]
