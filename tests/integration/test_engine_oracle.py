@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_worker.serving import linear
 from gpu_worker.serving.sequence import Job
@@ -32,28 +34,42 @@ def test_every_row_of_a_crowd_answers_as_peft_does(kind: str) -> None:
     oracle_check(kind, "cpu", 1e-4)
 
 
-def test_decode_takes_two_batched_products_a_module_however_many_adapters_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Products(TorchDispatchMode):
+    """Counts matrix products, plain and batched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("matmul", "mm", "bmm"):
+            self.counts[name] += 1
+        return function(*arguments, **(named or {}))
+
+
+def test_decode_takes_two_batched_products_a_module_and_prefill_a_pair_for_each_segment() -> None:
     driven = ew.Driven(ew.base_build("llama"))
     model = ew.base_build("llama")
     for seed in range(5):
         options = {"target_modules": ["q_proj", "up_proj"]}
         driven.attach(seed, ew.adapter_from(ew.peft_build(model, seed, **options)))
-    products: list[int] = []
-    by_row = linear._by_row
-
-    def counted(flat: torch.Tensor, *rest: Any) -> torch.Tensor:
-        products.append(len(flat))
-        return by_row(flat, *rest)
-
-    monkeypatch.setattr(linear, "_by_row", counted)
-    for name in (*range(5), None, 0):
-        driven.add(Job(ew.prompt_of(9), 3, name))
-    driven.requests.step()
-    assert products == [], "prefill is one pair of products for each segment"
-    driven.requests.step()
-    assert products == [7] * 4, "two modules in each of two layers"
+    found = []
+    for names in ([None] * 7, [*range(5), None, 0]):
+        for name in names:
+            driven.add(Job(ew.prompt_of(9), 3, name))
+        for _ in ("prefill", "decode"):
+            with Products() as products:
+                driven.requests.step()
+            found.append(products.counts)
+        driven.finish()
+    plain_prefill, plain_decode, prefill, decode = found
+    modules, segments = 4, 6
+    assert prefill - plain_prefill == {"matmul": 2 * modules * segments}
+    # However many adapters run.
+    assert decode - plain_decode == {"bmm": 2 * modules}
 
 
 def test_a_step_without_an_adapter_on_a_module_adds_nothing_there(
