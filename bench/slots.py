@@ -14,10 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from bench.load import cache_drop
 from tests.identities import A
 from tests.integration.turn_world import TurnNode, TurnWorld, context_make
 
-TOKENS, ROUNDS = 1_024, 3
+TOKENS, ROUNDS = 1_024, 5
 BASE = Path("var/bench/smollm2-135m-instruct-bf16")
 PROMPT = tuple((7919 * n) % 40_000 + 100 for n in range(TOKENS + 1))
 
@@ -41,17 +42,18 @@ def slots() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(dir=".", prefix=".bench-slots-") as folder:
             world = TurnWorld(Path(folder) / "slots", base=smollm2, lane_tokens=1_152)
             with world.node(dtype=dtype) as node:
-                rows.append(_measured(node, str(dtype).removeprefix("torch.")))
+                rows.append(_measured(node, world.folder, str(dtype).removeprefix("torch.")))
     return rows
 
 
-def _measured(node: TurnNode, dtype: str) -> dict[str, Any]:
+def _measured(node: TurnNode, folder: Path, dtype: str) -> dict[str, Any]:
     node.turn(A, PROMPT)
     prefill, restore, one = [], [], []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         assert node.run(A, PROMPT[:TOKENS], new=1).reused == 0
         prefill.append(time.perf_counter() - begin)
+        cache_drop(path for path in folder.iterdir() if path.is_file())
         begin = time.perf_counter()
         state = node.turns.begin(context_make(A)).lane_state
         assert node.run(A, PROMPT, new=1, lane_state=state).reused == TOKENS

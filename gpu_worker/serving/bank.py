@@ -51,12 +51,6 @@ class Stack:
         self.dora: set[int] = set()
 
     @property
-    def smallest(self) -> int:
-        """Multiplications of the smaller of a row's two products."""
-        size_in, rank, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
-        return int(min(size_in, size_out) * rank)
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return sum(t[0].numel() * t.element_size() for t in (self.a, self.b, self.m))

@@ -24,6 +24,21 @@ _ALIGNED_BYTES: Final = 64
 _LOOP_PRODUCTS: Final = 16**3
 
 
+class BankRows:
+    """The bank rows of some tokens (n), and where these lie in a stack."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self._places: dict[int, Tensor] = {}
+
+    def places(self, size: int) -> Tensor:
+        """(n, size): of each token's part of a stack (rows, size, …), where its lines are."""
+        if size not in self._places:
+            lines = torch.arange(size, device=self.rows.device)
+            self._places[size] = self.rows[:, None] * size + lines
+        return self._places[size]
+
+
 class Batch:
     """One step's inputs, masks and rows.
 
@@ -33,7 +48,7 @@ class Batch:
     """
 
     def __init__(self, step: Step, lanes: Lanes, device: torch.device, least_rows: int) -> None:
-        """``least_rows`` is what ``least_rows`` gives for the model's smallest products."""
+        """``least_rows`` is what ``least_rows`` gives for the model's attention."""
         self.lanes = lanes
         self._least_rows = least_rows
         self.segments = step.prefill
@@ -44,11 +59,10 @@ class Batch:
         self.positions = torch.tensor([positions], device=device)
         self.token_rows = torch.tensor(rows, device=device)
         keep = [s.start + s.count - 1 for s in step.emitting]
-        # A head's adapters are applied to these rows in one batch.
-        wanted = rows_padded(max(len(keep), least_rows)) if keep else 0
-        padding = [0] * (wanted - len(keep))
+        padding = [0] * (rows_padded(len(keep)) - len(keep))
         self.keep = torch.tensor(keep + padding, dtype=torch.long, device=device)
-        self.keep_rows = self.token_rows[self.keep]
+        self.keep_rows = BankRows(self.token_rows[self.keep])
+        self.decode_rows = BankRows(self.token_rows[: self.decode])
         self._hidden: dict[int | None, Tensor] = {}
         if self.decode:
             self._decode_prepare(step.decode, device)
@@ -56,7 +70,6 @@ class Batch:
     def _decode_prepare(self, decode: tuple[Segment, ...], device: torch.device) -> None:
         self._lane = torch.tensor([s.sequence.lane for s in decode], device=device)
         self._position = self.positions[0, : self.decode]
-        self.decode_rows = self.padded(self.token_rows[: self.decode])
         longest = max(s.end for s in decode)
         self._length = min(-(-longest // BLOCK_TOKENS) * BLOCK_TOKENS, self.lanes.tokens)
         first, last = decode[0].sequence.lane, decode[-1].sequence.lane

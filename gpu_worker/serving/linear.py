@@ -1,7 +1,10 @@
 """The base's modules with the bank's rows on top: no hooks, and no loop over adapters in decode.
 
-A decode step is two batched products on gathered rows; a prefill segment is one pair of products.
-A step in which no row has an adapter on a module adds nothing there.
+A decode step is two batched products: each row's vector times its own bank row's matrix. They are
+weighted sums of the matrix's lines, read where they lie: to gather the matrices first would move
+each of them three times, and that is what decode waits for. A row's sum depends on nothing but the
+row. A prefill segment is one pair of products. A step in which no row has an adapter on a module
+adds nothing there.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gpu_worker.serving.bank import Stack
-from gpu_worker.serving.batch import Batch, aligned
+from gpu_worker.serving.batch import BankRows, Batch, aligned
 from gpu_worker.serving.sequence import EngineError
 
 
@@ -96,8 +100,10 @@ class StackedLinear(Stacked):
         flat = value.view(-1, value.shape[-1])
         d = batch.decode
         if d:
-            delta = _by_row(batch.padded(flat[:d]), batch.decode_rows, stack)
-            self._merge(result[:d], delta[:d], _multipliers(batch, batch.decode_rows[:d], stack))
+            rows = batch.decode_rows
+            inner = _by_row(flat[:d], rows, stack.a)
+            delta = _by_row(inner, rows, stack.b)
+            self._merge(result[:d], delta, _multipliers(batch, rows, stack))
         for segment in batch.segments:
             row = segment.sequence.bank_row
             if row in stack.used:
@@ -111,8 +117,9 @@ class StackedHead(Stacked):
 
     def add(self, result: Tensor, value: Tensor, batch: Batch, stack: Stack) -> None:
         """Add the adapters' parts to the flat result, in place."""
-        delta = _by_row(value.view(-1, value.shape[-1]), batch.keep_rows, stack)
-        self._merge(result, delta, _multipliers(batch, batch.keep_rows, stack))
+        rows = batch.keep_rows
+        inner = _by_row(value.view(-1, value.shape[-1]), rows, stack.a)
+        self._merge(result, _by_row(inner, rows, stack.b), _multipliers(batch, rows, stack))
 
 
 class StackedEmbedding(Stacked):
@@ -123,8 +130,8 @@ class StackedEmbedding(Stacked):
         inner = stack.a[batch.token_rows, value.view(-1)]
         d = batch.decode
         if d:
-            delta = torch.bmm(batch.padded(inner[:d])[:, None], stack.b[batch.decode_rows])[:d, 0]
-            m = _multipliers(batch, batch.decode_rows[:d], stack)
+            delta = _by_row(inner[:d], batch.decode_rows, stack.b)
+            m = _multipliers(batch, batch.decode_rows, stack)
             self._merge(result[:d], self._scaled(delta), m)
         for segment in batch.segments:
             row = segment.sequence.bank_row
@@ -138,13 +145,15 @@ class StackedEmbedding(Stacked):
         return delta if scale is None else delta * torch.as_tensor(scale).to(delta.dtype)
 
 
-def _by_row(flat: Tensor, rows: Tensor, stack: Stack) -> Tensor:
-    """Each row of ``flat`` (n, in) times its own bank row's A and B: (n, out)."""
-    inner = torch.bmm(flat[:, None], stack.a.index_select(0, rows))
-    result: Tensor = torch.bmm(inner, stack.b.index_select(0, rows))[:, 0]
-    return result
+def _by_row(vectors: Tensor, rows: BankRows, matrices: Tensor) -> Tensor:
+    """Each vector (n, in) times its own row of ``matrices`` (rows, in, out): (n, out)."""
+    _, size_in, size_out = matrices.shape
+    lines = matrices.view(-1, size_out)
+    return functional.embedding_bag(
+        rows.places(size_in), lines, per_sample_weights=vectors, mode="sum"
+    )
 
 
-def _multipliers(batch: Batch, rows: Tensor, stack: Stack) -> Tensor | None:
+def _multipliers(batch: Batch, rows: BankRows, stack: Stack) -> Tensor | None:
     """The rows' multipliers (n, out), where any row of the batch has some."""
-    return None if batch.bank_rows.isdisjoint(stack.dora) else stack.m[rows]
+    return None if batch.bank_rows.isdisjoint(stack.dora) else stack.m[rows.rows]

@@ -41,8 +41,7 @@ class Runner:
             dtype=weight.dtype,
             device=model.device,
         )
-        sizes = [stack.smallest for stack in self.bank.stacks.values()]
-        sizes += [min(s.key_size, s.value_size) * s.heads * BLOCK_TOKENS for s in found.layers]
+        sizes = [min(s.key_size, s.value_size) * s.heads * BLOCK_TOKENS for s in found.layers]
         self._least_rows = least_rows(min(sizes), model.device, weight.dtype)
         self._current = Current()
         self._wrap(found, workspace)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gpu_worker.serving import batch, linear
 from gpu_worker.serving import runner as runner_module
-from gpu_worker.serving.bank import Stack
-from gpu_worker.serving.batch import least_rows
+from gpu_worker.serving.batch import BankRows, least_rows
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.runner import rows_at_once
 from gpu_worker.serving.sequence import EngineError, Generation, Job, Sampling
@@ -270,9 +269,9 @@ def test_where_mixing_adapters_rounds_each_step_runs_one_and_where_it_mixes_none
 ) -> None:
     by_row, seen = linear._by_row, []
 
-    def inexact(flat: Tensor, rows: Tensor, stack: Stack) -> Tensor:
-        seen.append(len(set(rows.tolist())))
-        return by_row(flat, rows, stack) + by * (seen[-1] > 1)
+    def inexact(vectors: Tensor, rows: BankRows, matrices: Tensor) -> Tensor:
+        seen.append(len(set(rows.rows.tolist())))
+        return by_row(vectors, rows, matrices) + by * (seen[-1] > 1)
 
     monkeypatch.setattr(linear, "_by_row", inexact)
     engine = Engine(ew.base_build("llama"), stop_tokens=frozenset(), workspace=ew.SMALL)
