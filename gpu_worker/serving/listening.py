@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpu_worker.serving.completions import Completions
+from registry_service.domain import limits
 
 _LOG = logging.getLogger(__name__)
 # After the deadline: for the last words of what was cancelled.
@@ -40,6 +41,10 @@ class Listener(uvicorn.Server):
             "log_config": None,
             "access_log": False,
             "server_header": False,
+            # Whoever asks is at the other end of the connection, whatever a header says.
+            "proxy_headers": False,
+            # Beyond it requests are 503 unread: what a node holds for its callers has a bound.
+            "limit_concurrency": limits.NODE_CONNECTIONS,
             "timeout_graceful_shutdown": int(drain_seconds) + _WORDS_SECONDS,
         }
         super().__init__(uvicorn.Config(app, **config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,7 @@ def options_parse(arguments: list[str]) -> Options:
     """Parse the command line; argparse ends the process with 2 on a usage error.
 
     Raises:
-        MalformedError: a name or digest out of its grammar.
+        MalformedError: a name or digest out of its grammar, or no address that others can reach.
     """
     parser = argparse.ArgumentParser(
         prog="python -m gpu_worker.serving",
@@ -97,7 +98,10 @@ def options_parse(arguments: list[str]) -> Options:
     parser.add_argument("--base", required=True, type=Path, help="directory of the base model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", required=True, type=int)
-    parser.add_argument("--public-url", help="how others reach this node; default host and port")
+    parser.add_argument(
+        "--public-url",
+        help="how others reach this node; default host and port, needed with --host 0.0.0.0 or ::",
+    )
     parser.add_argument("--trust", required=True, type=Path, help="trust.json with pinned keys")
     parser.add_argument("--store", required=True, type=Path, help="folder of this node alone")
     parser.add_argument(
@@ -126,7 +130,7 @@ def options_parse(arguments: list[str]) -> Options:
         base=given.base,
         host=given.host,
         port=given.port,
-        public_url=given.public_url or f"http://{_bracketed(given.host)}:{given.port}",
+        public_url=given.public_url or _own_url(given.host, given.port),
         trust=given.trust,
         store=given.store,
         preload=tuple(wanted_parse(text) for text in given.preload),
@@ -174,5 +178,20 @@ def wanted_parse(text: str) -> Wanted:
     return Wanted(tenant_name(tenant), adapter_name(adapter), digest_parse(digest, "--preload"))
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _own_url(host: str, port: int) -> str:
+    """Where others reach a node that listens there.
+
+    Raises:
+        MalformedError: it listens on all addresses, of which none is known to be its own.
+    """
+    try:
+        everywhere = not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    if everywhere:
+        raise MalformedError(
+            f"--public-url: expected the address that others reach this node at, since --host "
+            f"{shown(host)} is every address, got none; give for instance "
+            f"--public-url http://node-1.example:{port}"
+        )
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

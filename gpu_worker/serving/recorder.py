@@ -1,22 +1,45 @@
-"""Tells meter, metrics, traces and log of every request, each with the one tuple."""
+"""Tells meter, metrics, traces and log of every request, each with the one tuple.
+
+The log has one line of each: ``request.ended`` when it was begun, else ``request.refused``. A trace
+is written of each whose routing context held: others are nobody's, and would fill the collector.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from dataclasses import dataclass
+from typing import Final
 
 from opentelemetry.context import Context
 
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
 from gpu_worker.serving.meter import Amount, Meter, RequestTuple, who_fields
 from gpu_worker.serving.metrics import Metrics
+from gpu_worker.serving.openai_bodies import CompletionBody
 from gpu_worker.serving.residency import Key
-from gpu_worker.serving.running import Running
+from gpu_worker.serving.running import Marks, Request, Running
 from gpu_worker.serving.tracing import Tracer
 from registry_service.domain.errors import RegistryError
 from registry_service.trust.routing_context import BASE_MARKER
 
 _LOG = logging.getLogger(__name__)
+# Stands for what a request asked for that nothing ran of: it is told nowhere.
+_UNSAID: Final = CompletionBody(prompt="-")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it came, before anything of it is believed.
+
+    ``arrived`` is in nanoseconds since the epoch, ``trace`` is its caller's.
+    """
+
+    request_id: str
+    route: str
+    arrived: int
+    trace: Context
 
 
 class Recorder:
@@ -72,22 +95,30 @@ class Recorder:
             },
         )
 
-    def refused(
-        self, request_id: str, route: str, error: RegistryError, who: RequestTuple | None
-    ) -> None:
-        """A request was refused; its message may quote the request, and stays out of the log.
+    def refused(self, asked: Asked, error: RegistryError, who: RequestTuple | None) -> None:
+        """A request was not begun; its message may quote the request, and stays out of the log.
 
         ``who`` is None where no routing context held.
         """
+        if who is not None:
+            self._tracer.write(
+                _never_begun(asked, who), asked.trace, outcome=error.code.lower(), good=False
+            )
         _LOG.info(
             "request refused: %s",
             error.code,
             extra={
                 "event": "request.refused",
-                "requestId": request_id,
+                "requestId": asked.request_id,
                 **who_fields(who),
-                "route": route,
+                "route": asked.route,
                 "status": error.http_status,
                 "code": error.code,
             },
         )
+
+
+def _never_begun(asked: Asked, who: RequestTuple) -> Running:
+    """A request of which nothing ran, from its arrival until now."""
+    marks = Marks(arrived=asked.arrived, last=time.time_ns())
+    return Running(Request(asked.request_id, who, _UNSAID, marks), lambda _: None)

@@ -7,8 +7,10 @@ import ipaddress
 import logging
 import math
 import re
+import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ from gpu_worker.serving.meter import who_fields
 from gpu_worker.serving.metrics import MEDIA_TYPE
 from gpu_worker.serving.openai_answers import error_document
 from gpu_worker.serving.openai_bodies import Body, BodyError, chat_parse, completion_parse
+from gpu_worker.serving.recorder import Asked
 from gpu_worker.serving.running import AnswerCancelledError, Caller, Running
 from gpu_worker.serving.tracing import caller_context
 from registry_service.domain import limits
@@ -55,6 +58,13 @@ class MethodError(MalformedError):
     """A path that is known, with a method that it does not have."""
 
     http_status = 405
+
+
+class SlowBodyError(MalformedError):
+    """The body did not come in its time."""
+
+    code = "BODY_TIMEOUT"
+    http_status = 408
 
 
 def app_build(completions: Completions, residency: Residency) -> FastAPI:
@@ -98,6 +108,18 @@ def app_build(completions: Completions, residency: Residency) -> FastAPI:
     return app
 
 
+@dataclass(slots=True)
+class _Turn:
+    """One request, who waits for it, and how far it came."""
+
+    asked: Asked
+    caller: Caller
+    came: float
+    # Its body is here; the engine was asked for it.
+    read: bool = False
+    begun: bool = False
+
+
 class _Asks:
     """Answers requests, each under an id of its own."""
 
@@ -114,45 +136,56 @@ class _Asks:
     async def answer(
         self, request: Request, route: str, parse: Callable[[bytes], Body]
     ) -> Response:
-        """The answer, or the error in OpenAI's form; counted either way."""
-        request_id, came, caller = uuid.uuid4().hex, anyio.current_time(), Caller()
+        """The answer, or the error in OpenAI's form; counted and told of once either way."""
+        asked = Asked(uuid.uuid4().hex, route, time.time_ns(), caller_context(request.headers))
+        turn = _Turn(asked, Caller(), anyio.current_time())
         try:
-            response = await self._respond(request, parse, request_id, caller)
-        except RegistryError as error:
-            if isinstance(error, DeniedError):
-                steps = math.ceil((anyio.current_time() - came) / _DENIAL_SECONDS)
-                await anyio.sleep_until(came + steps * _DENIAL_SECONDS)
-            self._recorder.refused(request_id, route, error, caller.who)
-            response = error_response(error)
-        except Exception:  # noqa: BLE001 - a bug of ours: logged, and nothing is told
-            fields = {"requestId": request_id, "route": route, **who_fields(caller.who)}
-            _LOG.exception("a request failed", extra=fields)
-            response = error_response(RegistryError("the node failed; see its log"))
+            response = await self._respond(request, parse, turn)
+        except Exception as error:  # noqa: BLE001 - what is no refusal is told as a fault of ours
+            response = error_response(await self._refusal(error, turn))
+        if not turn.read:
+            # What is still to come of the body is not waited for.
+            response.headers["Connection"] = "close"
         self._recorder.metrics.answered(route, response.status_code)
-        response.headers["X-Request-Id"] = request_id
+        response.headers["X-Request-Id"] = asked.request_id
         return response
 
+    async def _refusal(self, error: Exception, turn: _Turn) -> RegistryError:
+        """What the caller is told instead of an answer, when it may be told."""
+        asked, who = turn.asked, turn.caller.who
+        if not isinstance(error, RegistryError):
+            fields = {"requestId": asked.request_id, "route": asked.route, **who_fields(who)}
+            _LOG.error("a request failed", exc_info=error, extra=fields)
+            error = RegistryError("the node failed; see its log")
+        if isinstance(error, DeniedError):
+            steps = math.ceil((anyio.current_time() - turn.came) / _DENIAL_SECONDS)
+            await anyio.sleep_until(turn.came + steps * _DENIAL_SECONDS)
+        if not turn.begun:
+            self._recorder.refused(asked, error, who)
+        return error
+
     async def _respond(
-        self, request: Request, parse: Callable[[bytes], Body], request_id: str, caller: Caller
+        self, request: Request, parse: Callable[[bytes], Body], turn: _Turn
     ) -> Response:
-        _address_check(request)
+        token = _token(request)
         content = await _body(request)
-        tokens = request.headers.getlist(_HEADER)
+        turn.read = True
         start = partial(
             self._completions.start,
-            tokens[0] if len(tokens) == 1 else None,
+            token,
             content,
             parse,
-            request_id=request_id,
-            caller=caller,
+            request_id=turn.asked.request_id,
+            caller=turn.caller,
         )
         with anyio.CancelScope() as scope:
-            watch = asyncio.create_task(self._watch(request, caller, scope))
+            watch = asyncio.create_task(self._watch(request, turn.caller, scope))
             try:
                 running = await self._start(start)
-                return await self._answering.respond(running, caller_context(request.headers))
+                turn.begun = True
+                return await self._answering.respond(running, turn.asked.trace)
             except BaseException:
-                caller.leave()
+                turn.caller.leave()
                 raise
             finally:
                 watch.cancel()
@@ -199,25 +232,51 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return error_response(NotFoundError("not found"))
 
 
-def _address_check(request: Request) -> None:
-    """Refuse whatever could seem to choose an adapter beside the context."""
+def _token(request: Request) -> str:
+    """The routing context of a request that nothing else seems to choose an adapter for.
+
+    Raises:
+        BodyError: a query, or a header that may choose one. DeniedError: not exactly one context.
+    """
     if request.url.query:
         raise BodyError("expected no query parameters")
     for name in request.headers:
         if not _CHOOSING.isdisjoint(re.split("[-_.]", name)):
             raise BodyError(f"expected no header {shown(name)}: the routing context says what runs")
+    tokens = request.headers.getlist(_HEADER)
+    if len(tokens) != 1:
+        raise DeniedError
+    return tokens[0]
 
 
 async def _body(request: Request) -> bytes:
+    """The body, which is bounded in size and time: its caller is not known before it is here.
+
+    Raises:
+        TooLargeError: over its limit. SlowBodyError: it did not come in its time.
+        AnswerCancelledError: whoever sent it has left.
+    """
+    length = request.headers.get("content-length", "")
     content = bytearray()
+    if length.isdecimal() and int(length[:20]) > limits.ASKED_BYTES:
+        raise _too_large()
     try:
-        async for part in request.stream():
-            content += part
-            if len(content) > limits.ASKED_BYTES:
-                raise TooLargeError(f"body: expected at most {limits.ASKED_BYTES} bytes")
+        with anyio.fail_after(limits.ASKED_SECONDS):
+            async for part in request.stream():
+                content += part
+                if len(content) > limits.ASKED_BYTES:
+                    raise _too_large()
     except ClientDisconnect as error:
         raise AnswerCancelledError from error
+    except TimeoutError as error:
+        raise SlowBodyError(
+            f"body: expected all of it within {limits.ASKED_SECONDS} s, got {len(content)} bytes"
+        ) from error
     return bytes(content)
+
+
+def _too_large() -> TooLargeError:
+    return TooLargeError(f"body: expected at most {limits.ASKED_BYTES} bytes")
 
 
 def _on_loopback(request: Request) -> bool:

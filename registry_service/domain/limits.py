@@ -67,6 +67,8 @@ TOKEN_TTL_SECONDS: Final = 90 * 24 * 3600
 ROUTING_CONTEXT_SECONDS: Final = 60
 REVOCATION_LIST_SECONDS: Final = 600
 REVOCATION_LIST_BYTES: Final = 16 * MIB
+# As many as fit in those bytes, each with everything that it may say.
+REVOCATION_LIST_ENTRIES: Final = 32_768
 CLOCK_SKEW_SECONDS: Final = 60
 VERDICT_SECONDS: Final = 30 * 24 * 3600
 BASE_STATEMENT_SECONDS: Final = 3650 * 24 * 3600
@@ -91,6 +93,9 @@ NEW_TOKENS: Final = 4_096
 
 # What a request to a serving node may say
 ASKED_BYTES: Final = 1 * MIB
+ASKED_SECONDS: Final = 10
+# Of all callers together, those that keep theirs open between requests included.
+NODE_CONNECTIONS: Final = 1_024
 MODEL_CHARS: Final = 256
 MESSAGES: Final = 256
 CHOICES: Final = 8
@@ -124,6 +129,9 @@ SLOT_INDEX_BYTES: Final = 8 * MIB
 SLOTS: Final = 4_096
 SLOT_TENANT_BYTES: Final = 4 * GIB
 SLOT_NODE_BYTES: Final = 32 * GIB
+# Of the memory that a node has free when it starts, for pages that are read and states to be saved.
+SLOT_MEMORY_PERCENT: Final = 50
+SLOT_TENANT_MEMORY_PERCENT: Final = 25
 SESSION_CHARS: Final = 256
 
 # Pulled files on a node's disk, and how many adapters a heartbeat may name
@@ -140,13 +148,18 @@ NODE_TOKENS: Final = 2048
 ADAPTER_SEQUENCES: Final = 32
 NODE_ADAPTERS: Final = 16
 NODE_RANK: Final = 16
-TENANT_ADAPTERS: Final = 16
+# Half of the bank: what a tenant has in use never goes, so that one which uses all rows at once
+# would leave no other one any.
+TENANT_ADAPTERS: Final = 8
 TENANT_LOADS_PER_MINUTE: Final = 60
 ADAPTER_MARK_PERCENT: Final = 90
 NODE_MEMORY_PERCENT: Final = 80
 LOAD_QUEUE: Final = 512
+TENANT_LOAD_QUEUE: Final = 16
 LOAD_THREADS: Final = 2
-LOAD_WAIT_SECONDS: Final = 120
+# Less than a routing context lives: whoever waits in vain is told to come back, and not that the
+# context is over.
+LOAD_WAIT_SECONDS: Final = 50
 LOAD_PAUSE_FIRST_SECONDS: Final = 1
 LOAD_PAUSE_PASSING_SECONDS: Final = 10
 LOAD_PAUSE_MOST_SECONDS: Final = 300

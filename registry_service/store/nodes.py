@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from registry_service.domain import limits
 from registry_service.domain.errors import NotFoundError
+from registry_service.domain.lifecycle import State
 from registry_service.store.artifacts import ArtifactRow
 from registry_service.store.database import rows_changed
 
@@ -105,6 +107,26 @@ def node_renew(
             "name": name,
         },
     )
+
+
+def residents_unapproved(
+    session: Session, residents: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Of what a node reports (tenant id, digest), what is unknown or not approved."""
+    rows = session.execute(
+        text(
+            "SELECT held.tenant_id, held.digest FROM unnest(CAST(:tenants AS uuid[]), "
+            "CAST(:digests AS text[])) WITH ORDINALITY AS held (tenant_id, digest, place) "
+            "LEFT JOIN artifact a ON a.tenant_id = held.tenant_id AND a.digest = held.digest "
+            "WHERE a.state IS DISTINCT FROM :approved ORDER BY held.place"
+        ),
+        {
+            "tenants": [tenant_id for tenant_id, _ in residents],
+            "digests": [digest for _, digest in residents],
+            "approved": State.APPROVED,
+        },
+    )
+    return [(str(row.tenant_id), row.digest) for row in rows]
 
 
 def node_page(session: Session, *, after: str, limit: int) -> list[NodeRow]:

@@ -60,15 +60,26 @@ def list_put(session: Session, row: ListRow) -> None:
     )
 
 
-def list_entries(session: Session) -> tuple[Revoked, ...]:
-    """Everything that is revoked, of all tenants, oldest first."""
-    return tuple(
-        _revoked(row) for row in session.execute(text("SELECT * FROM revocations_listed()"))
-    )
+@dataclass(frozen=True, slots=True)
+class Listable:
+    """A revocation that a list names, and whether a full one may leave it out.
+
+    ``place`` counts those of its tenant that may be left out, from 1: the last ones go first.
+    """
+
+    entry: Revoked
+    stays: bool
+    place: int
+
+
+def list_entries(session: Session) -> tuple[Listable, ...]:
+    """What the list names of all tenants' revocations, oldest first."""
+    rows = session.execute(text("SELECT * FROM revocations_to_list()"))
+    return tuple(Listable(_revoked(row), row.stays, row.place) for row in rows)
 
 
 def content_is_listed(session: Session, artifact: ArtifactRow) -> bool:
-    """True when an artifact's weights or tensors are revoked for its tenant."""
+    """True when an artifact's weights or tensors are revoked for its tenant, listed or not."""
     sql = (
         "SELECT EXISTS (SELECT 1 FROM revocations_listed() r "
         "WHERE (r.every_tenant OR r.tenant_id = :tenant_id) "

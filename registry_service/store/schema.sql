@@ -517,6 +517,9 @@ BEGIN
 END $$;
 CREATE POLICY owner_authenticates ON token FOR SELECT TO registry_owner USING (true);
 CREATE POLICY owner_lists ON revocation FOR SELECT TO registry_owner USING (true);
+CREATE POLICY owner_lists ON artifact FOR SELECT TO registry_owner USING (true);
+CREATE POLICY owner_lists ON artifact_blob FOR SELECT TO registry_owner USING (true);
+CREATE POLICY owner_lists ON verdict FOR SELECT TO registry_owner USING (true);
 
 -- The tenant of a token is not known before the token is: one look-up, and no more than that.
 CREATE FUNCTION token_authenticate(token_hash bytea)
@@ -530,7 +533,7 @@ $$;
 REVOKE ALL ON FUNCTION token_authenticate(bytea) FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION token_authenticate(bytea) TO registry_app;
 
--- The list names what every tenant revoked, and is written in the transaction of one of them.
+-- What every tenant revoked: bytes that stand here are not approved again.
 CREATE FUNCTION revocations_listed()
 RETURNS TABLE (tenant_id uuid, artifact_digest text, weights_digest text, content_digest text,
                every_tenant boolean, cancel_at timestamptz)
@@ -541,6 +544,44 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public AS $$
 $$;
 REVOKE ALL ON FUNCTION revocations_listed() FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION revocations_listed() TO registry_app;
+
+-- What the signed list names, written in the transaction of one tenant. Not in it is what a tenant
+-- revoked for itself and no node can load: it never had a verdict, and no approved artifact of that
+-- tenant has its bytes. What does not stay may be left out when the list is full, by place: first
+-- what still runs under another name, then the newest.
+CREATE FUNCTION revocations_to_list()
+RETURNS TABLE (tenant_id uuid, artifact_digest text, weights_digest text, content_digest text,
+               every_tenant boolean, cancel_at timestamptz, stays boolean, place bigint)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public AS $$
+    WITH running AS MATERIALIZED (
+        SELECT a.tenant_id, a.content_digest, b.blob_digest AS weights_digest
+        FROM public.artifact a LEFT JOIN public.artifact_blob b ON b.tenant_id = a.tenant_id
+             AND b.artifact_digest = a.digest AND b.path = 'adapter_model.safetensors'
+        WHERE a.state = 'APPROVED'
+    ), revoked AS (
+        SELECT r.*, a.state = 'REVOKED' AS let_go,
+               (r.tenant_id, r.artifact_digest) IN
+                   (SELECT v.tenant_id, v.artifact_digest FROM public.verdict v) AS admitted,
+               coalesce((r.tenant_id, r.weights_digest) IN
+                   (SELECT o.tenant_id, o.weights_digest FROM running o
+                    WHERE o.weights_digest IS NOT NULL), false)
+               OR coalesce((r.tenant_id, r.content_digest) IN
+                   (SELECT o.tenant_id, o.content_digest FROM running o
+                    WHERE o.content_digest IS NOT NULL), false) AS running
+        FROM public.revocation r JOIN public.artifact a ON a.tenant_id = r.tenant_id
+             AND a.digest = r.artifact_digest
+    ), listed AS (
+        SELECT l.*, l.every_tenant OR (l.admitted AND NOT l.let_go) AS stays
+        FROM revoked l WHERE l.every_tenant OR l.admitted OR l.running
+    )
+    SELECT l.tenant_id, l.artifact_digest, l.weights_digest, l.content_digest, l.every_tenant,
+           l.at + make_interval(secs => l.deadline_seconds), l.stays,
+           row_number() OVER (PARTITION BY l.stays, l.tenant_id
+                              ORDER BY l.running DESC, l.at DESC, l.artifact_digest)
+    FROM listed l ORDER BY l.at, l.tenant_id, l.artifact_digest
+$$;
+REVOKE ALL ON FUNCTION revocations_to_list() FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION revocations_to_list() TO registry_app;
 
 GRANT USAGE ON SCHEMA public TO registry_app, registry_system, registry_auditor;
 

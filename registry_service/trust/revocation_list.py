@@ -1,4 +1,4 @@
-"""The revocation list: everything that is revoked, signed, numbered, with an expiry.
+"""The revocation list: whatever is revoked and a node could load, signed, numbered, with an expiry.
 
 One list for all bases: tensors that were revoked on one base stay revoked on every other. An entry
 names the adapter digest, the digest of its weights file and the digest of its tensors' content, so

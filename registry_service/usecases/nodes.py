@@ -10,11 +10,9 @@ from sqlalchemy.orm import Session
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import ForbiddenError, RefusedError
-from registry_service.domain.lifecycle import State
 from registry_service.domain.names import node_name
 from registry_service.domain.roles import PLATFORM, Principal
 from registry_service.store import nodes as store
-from registry_service.store.artifacts import artifact_find
 from registry_service.store.bases import base_get
 from registry_service.store.catalogs import catalogs_admitted
 from registry_service.store.events import event_append, event_last, event_page
@@ -183,11 +181,9 @@ def _revoked(
         (str(row.tenant_id), row.artifact_digest): row.deadline_seconds
         for row in store.revocations_of_node(session, node)
     }
-    for resident in residents:
-        key = (resident["tenantId"], resident["adapterDigest"])
-        artifact = artifact_find(session, *key)
-        if artifact is None or artifact.state is not State.APPROVED:
-            found.setdefault(key, 0)
+    held = [(resident["tenantId"], resident["adapterDigest"]) for resident in residents]
+    for key in store.residents_unapproved(session, held):
+        found.setdefault(key, 0)
     return [
         {"tenantId": tenant_id, "adapterDigest": digest, "deadlineSeconds": deadline}
         for (tenant_id, digest), deadline in found.items()

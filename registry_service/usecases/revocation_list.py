@@ -1,13 +1,21 @@
-"""The signed revocation list: issued with every revocation and before half of its life is over."""
+"""The signed revocation list: issued with every revocation and before half of its life is over.
+
+A list that nodes refuse would stop them all, so none is signed that is longer than they take. When
+there is more to name, the tenants' own revocations that every node has let go of are left out, of
+each tenant the ones that matter least; whatever else there is stays, or the revocation is refused.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
 from sqlalchemy.orm import Session
 
+from registry_service.domain import limits
 from registry_service.domain.errors import RefusedError, UnavailableError
 from registry_service.domain.roles import PLATFORM, Principal, Role
 from registry_service.store import nodes as node_store
@@ -17,10 +25,12 @@ from registry_service.trust.dsse import dsse_sign
 from registry_service.trust.revocation_list import (
     PAYLOAD_TYPE,
     RevocationList,
+    Revoked,
     revocation_list_payload,
 )
 from registry_service.usecases.context import Context, tenant_transaction
 
+_LOG = logging.getLogger(__name__)
 # Of its life. Nodes raise an alarm at half: between the two, they have time to fetch the next one.
 _RENEW_AT: Final = 0.4
 
@@ -38,12 +48,18 @@ def revocation_list_issue(context: Context, session: Session, now: datetime) -> 
 
     Whoever gives a list out holds its row, so that the lock that is taken here waits for them: of
     each node it is known, when this returns, until when it may go on with an older list.
+
+    Raises:
+        RefusedError: what has to stand in it is more than nodes take.
     """
     return _issue(context, session, store.list_lock(session), now)
 
 
 def revocation_list_renew(context: Context) -> bool:
-    """Issue the list anew when its time has come; True when it was done."""
+    """Issue the list anew when its time has come; True when it was done.
+
+    It is never too long: what has to stand in it only grows with a revocation, which is refused.
+    """
     now = context.clock.now()
     with tenant_transaction(context, PLATFORM) as session:
         if not _due(context, store.list_read(session), now):
@@ -98,7 +114,7 @@ def _issue(context: Context, session: Session, held: store.ListRow, now: datetim
         issuer=context.verifier_id,
         issued_at=issued_at,
         expires_at=issued_at + timedelta(seconds=context.revocation_list_seconds),
-        entries=store.list_entries(session),
+        entries=_chosen(store.list_entries(session)),
     )
     signer = context.list_signer
     payload = revocation_list_payload(revocations)
@@ -108,3 +124,42 @@ def _issue(context: Context, session: Session, held: store.ListRow, now: datetim
         store.ListRow(revocations.number, envelope, issued_at, revocations.expires_at),
     )
     return revocations.number
+
+
+def _chosen(found: Sequence[store.Listable]) -> tuple[Revoked, ...]:
+    """What a list names of everything that it could, in the same order.
+
+    Raises:
+        RefusedError: more has to stand in it than nodes take.
+    """
+    most = limits.REVOCATION_LIST_ENTRIES
+    staying = sum(each.stays for each in found)
+    if staying > most:
+        raise RefusedError(
+            f"revocation list: expected at most {most} entries that have to stay, got {staying}: "
+            "nodes would refuse a longer list and stop. Nothing was revoked; withdraw the "
+            "adapter's grants, and see 'The revocation list fills' in docs/operations.md"
+        )
+    _alarm(len(found), most)
+    if len(found) <= most:
+        return tuple(each.entry for each in found)
+    others = sorted((each for each in found if not each.stays), key=lambda each: each.place)
+    kept = {each.entry for each in others[: most - staying]}
+    return tuple(each.entry for each in found if each.stays or each.entry in kept)
+
+
+def _alarm(count: int, most: int) -> None:
+    if count > most:
+        _LOG.error(
+            "revocation list: full: %d entries left out, of tenants' own revocations that every "
+            "node has let go of",
+            count - most,
+            extra={"event": "revocation_list.full", "entries": count, "most": most},
+        )
+    elif count * 2 >= most:
+        _LOG.warning(
+            "revocation list: %d entries of the %d that nodes take",
+            count,
+            most,
+            extra={"event": "revocation_list.half_full", "entries": count, "most": most},
+        )

@@ -41,6 +41,7 @@ def revoke(
 
     Raises:
         IllegalMoveError: it is REJECTED. MalformedError: a negative or unbounded deadline.
+        RefusedError: the list of revocations is full of what has to stay; nothing changed.
     """
     reason = reason_text(reason)
     if deadline_seconds is not None and not 0 <= deadline_seconds <= _DEADLINE_SECONDS:

@@ -15,13 +15,15 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-import uvicorn
+from fastapi import FastAPI
 from openai import OpenAI
 
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
 from gpu_worker.serving.base_load import base_load
+from gpu_worker.serving.completions import Completions
 from gpu_worker.serving.json_log import JsonFormatter
+from gpu_worker.serving.listening import Listener
 from gpu_worker.serving.options import LoadLimits, Options, Wanted
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.web import app_build
@@ -173,23 +175,31 @@ def listening(
         **changes,
     )
     node.start(options_of(root, base))
-    config = uvicorn.Config(
-        app_build(node.completions, node.residency), port=0, log_config=None, access_log=False
-    )
-    server = uvicorn.Server(config)
+    try:
+        with served(app_build(node.completions, node.residency), node.completions) as url:
+            world = HttpWorld(registry, node, url)
+            try:
+                yield world
+            finally:
+                for each in world.clients:
+                    each.close()
+    finally:
+        node.stop()
+
+
+@contextmanager
+def served(app: FastAPI, completions: Completions) -> Iterator[str]:
+    """The address of an application that is listened for as a node does, until the end."""
+    server = Listener(app, completions, host="127.0.0.1", port=0, drain_seconds=1)
     thread = threading.Thread(target=server.run)
     thread.start()
     until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    world = HttpWorld(registry, node, f"http://127.0.0.1:{port}")
     try:
-        yield world
+        yield f"http://127.0.0.1:{port}"
     finally:
-        for each in world.clients:
-            each.close()
         server.should_exit = True
         thread.join()
-        node.stop()
 
 
 def options_of(root: Path, base: ProvenBase, *preload: Wanted) -> Options:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from registry_service.client import RegistryClient
 from registry_service.domain import wire
@@ -231,3 +231,33 @@ def test_a_lease_ends_after_the_time_that_the_answer_names(
     ends = datetime.fromisoformat(placement["expiresAt"])
     lease = timedelta(seconds=placement["leaseSeconds"])
     assert before <= ends - lease <= after
+
+
+def test_what_is_not_approved_is_named_by_one_query_however_much_a_node_reports(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    approved, gone = admit(world, tmp_path / "a"), admit(world, tmp_path / "b", fill=2)
+    owner, foreign = tenant_id(world), tenant_id(world, "t-2001")
+    with world.client("operator") as operator:
+        operator.revoke(TENANT, gone, "leaks")
+    unknown = [(owner, digest_of(b"%d" % number)) for number in range(300)]
+    reported = [(owner, approved), *unknown, (owner, gone), (foreign, approved)]
+    statements: list[str] = []
+
+    def heard(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    engines = world.context.database.engines
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", heard)
+    answer = nodes["node-1"].node_heartbeat(
+        "node-1",
+        0,
+        [{"tenantId": t, "adapterDigest": d, "state": "STORED"} for t, d in reported],
+    )
+    for engine in engines:
+        event.remove(engine, "before_cursor_execute", heard)
+    named = [(item["tenantId"], item["adapterDigest"]) for item in answer["revocations"]]
+    assert named[0] == (owner, gone)
+    assert named[1:] == [*unknown, (foreign, approved)]
+    assert len(statements) < 12

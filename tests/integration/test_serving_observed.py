@@ -445,3 +445,42 @@ def test_who_ran_is_known_of_a_request_that_was_cancelled(
     assert tuple_of(line) == tuple_of(started[0].request.who.fields()) == tuple_of(who.fields())
     metered, _ = world.node.completions.recorder.used_since(0)
     assert set(metered) == {who}
+
+
+def test_every_request_is_told_of_once_and_traced_once_it_is_known(
+    world: HttpWorld, collector: Collector, log: io.StringIO
+) -> None:
+    who, digest, claims = callers(world)[0]
+    assert digest is not None
+    good = world.registry.verdict_changes
+    world.registry.verdict_changes = {"adapter": "another"}
+    refused = [world.send(digest, claims=claims)]
+    world.registry.verdict_changes = good
+    base = {"tenant": claims["tenant"], "tenant_id": claims["tenant_id"]}
+    refused += [
+        world.send(claims=base, n=9),
+        world.send(claims=base, prompt="w1 " * 1200),
+        world.send(claims={**base, "node": "node-2"}),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(world.send, claims=base, max_tokens=1000)
+        until(lambda: bool(world.node.completions.requests.counts()["running"]))
+        world.node.completions.requests.cancel_all()
+        failed = later.result()
+    assert [answer.status_code for answer in refused] == [403, 400, 400, 403]
+    assert (failed.status_code, failed.json()["error"]["code"]) == (503, "cancelled")
+    ids = [answer.headers["x-request-id"] for answer in refused]
+    assert [line["requestId"] for line in lines_of(log, "request.refused")] == ids
+    (ended,) = lines_of(log, "request.ended")
+    assert (ended["requestId"], ended["outcome"]) == (failed.headers["x-request-id"], "cancelled")
+    world.node.traces.force_flush()  # type: ignore[attr-defined]  # that of the SDK
+    roots = [attributes(span) for span in collector.spans() if span.name == "request"]
+    # The fourth is nobody's: its context did not hold.
+    assert [(root["requestId"], root["outcome"]) for root in roots] == [
+        (ids[0], "forbidden"),
+        (ids[1], "malformed"),
+        (ids[2], "context_length_exceeded"),
+        (failed.headers["x-request-id"], "cancelled"),
+    ]
+    assert tuple_of(roots[0]) == tuple_of(who.fields())
+    assert {root["tenantId"] for root in roots} == {who.fields()["tenantId"]}

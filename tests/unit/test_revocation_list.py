@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -11,6 +12,7 @@ from uuid import UUID
 import pytest
 
 from registry_service.backends.file_signer import FileSigner
+from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import UntrustedError
@@ -158,3 +160,14 @@ def test_the_most_urgent_of_several_entries_counts() -> None:
     never = Revoked(digest_of(b"never"), WEIGHTS, None, None, None)
     index = RevokedIndex((never, late, ENTRY))
     assert index.find(TENANT, digest_of(b"another package"), WEIGHTS) == ENTRY
+
+
+def test_as_many_entries_as_a_list_may_have_fit_in_what_a_node_takes(signer: FileSigner) -> None:
+    longest = Revoked(ADAPTER, WEIGHTS, CONTENT, TENANT, NOW)
+    few, more = (
+        len(sign(revocation_list_payload(replace(LIST, entries=(longest,) * count)), signer))
+        for count in (30, 60)
+    )
+    # Equal entries are equally long in the envelope, but for base64's padding.
+    each = (more - few + 4) / 30
+    assert few + each * limits.REVOCATION_LIST_ENTRIES < limits.REVOCATION_LIST_BYTES

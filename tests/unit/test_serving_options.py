@@ -30,6 +30,26 @@ def test_options() -> None:
         options_parse([*NEEDED, "--prelod", "x"])
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0::0", ""])
+def test_a_node_that_listens_everywhere_says_how_it_is_reached(host: str) -> None:
+    with pytest.raises(MalformedError, match="--public-url: expected the address that others"):
+        options_parse([*NEEDED, "--host", host])
+    given = ["--host", host, "--public-url", "http://node:8000"]
+    assert options_parse([*NEEDED, *given]).public_url == "http://node:8000"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("10.0.0.7", "http://10.0.0.7:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("node.example", "http://node.example:8000"),
+    ],
+)
+def test_a_node_that_listens_somewhere_is_reached_there(host: str, url: str) -> None:
+    assert options_parse([*NEEDED, "--host", host]).public_url == url
+
+
 def test_tracing_and_stopping_are_told_in_so_many_words() -> None:
     options = options_parse([*NEEDED, "--traces", "http://c/v1/traces", "--drain-seconds", "5"])
     assert (options.traces, options.drain_seconds) == ("http://c/v1/traces", 5)
