@@ -161,7 +161,8 @@ class Engine:
                 raise EngineError("the engine is stopped")
             if len(self._open) >= self.workspace.outstanding:
                 raise EngineBusyError("too many requests at once")
-            self._open[generation] = job
+            # Without its state, which is the sequence's alone until it is in a lane.
+            self._open[generation] = replace(job, lane_state=None)
             self._inbox.put((job, generation))
         return generation
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpu_worker.serving.lanes import BlockKV
+from gpu_worker.serving.lanes import BlockKV, LaneState
 from gpu_worker.serving.prefix import Block, PrefixCache, block_keys
 from gpu_worker.serving.runner import Runner
 from gpu_worker.serving.sampler import Choice, Sampler
@@ -72,7 +73,8 @@ class Requests:
     def add(self, job: Job, generation: Generation) -> None:
         """A request arrived."""
         try:
-            self._scheduler.waiting.append(Sequence(job, generation, Sampler(job.sampling)))
+            bare, sampler = replace(job, lane_state=None), Sampler(job.sampling)
+            self._scheduler.waiting.append(Sequence(bare, generation, sampler, job.lane_state))
         except Exception as error:  # noqa: BLE001 - one request's fault is not the others'
             _LOG.error("a request cannot begin", exc_info=error)
             self.end(job, generation, "", EngineError("the request failed"))
@@ -126,6 +128,7 @@ class Requests:
         self._runner.bank.acquire(row)
         try:
             self._reuse(sequence)
+            _tell(job.on_lane_filled)
         except Exception as error:  # noqa: BLE001 - one request's fault is not the others'
             self._fail(sequence, error)
 
@@ -134,7 +137,7 @@ class Requests:
 
         The prompt's last token is always run.
         """
-        job, state = sequence.job, sequence.job.lane_state
+        job, state, sequence.lane_state = sequence.job, sequence.lane_state, None
         common = 0 if state is None else _common(state.tokens, job.prompt[:-1])
         from_state = False
         try:
@@ -224,9 +227,13 @@ class Requests:
             sequence.generation.rest, stopped = sequence.stop_text.finish()
             reason = STOP if stopped else reason
         if (hear := sequence.job.on_lane_state) is not None:
-            tokens = (*sequence.job.prompt, *sequence.produced)[: sequence.cached]
-            _tell(lambda: hear(self._runner.lanes.state(sequence.lane, tokens)))
+            _tell(partial(self._state_tell, sequence, hear))
         self._leave(sequence, reason)
+
+    def _state_tell(self, sequence: Sequence, hear: Callable[[LaneState], None]) -> None:
+        if sequence.job.wants_lane_state(sequence.cached):
+            tokens = (*sequence.job.prompt, *sequence.produced)[: sequence.cached]
+            hear(self._runner.lanes.state(sequence.lane, tokens))
 
     def _publish(self, sequence: Sequence) -> None:
         """Share a prompt's whole blocks, once all of it has run and its logits are finite."""

@@ -35,6 +35,11 @@ def _nothing() -> None:
     return None
 
 
+def _yes(tokens: int) -> bool:
+    """Every state is wanted."""
+    return True
+
+
 class TextDecoder(Protocol):
     """Turns one request's tokens into text, one at a time."""
 
@@ -91,8 +96,9 @@ class Job:
     is shared. ``tenant`` is whose budget the blocks count against. ``lane_state`` is KV of an
     earlier turn under the same identity; what the prompt has in common with it is not computed
     again. When it cannot be put into a lane, ``on_restore_failed`` hears why, on the model's
-    thread, and the whole prompt is computed. ``on_lane_state`` gets this turn's KV on the model's
-    thread when it ended by itself.
+    thread, and the whole prompt is computed; ``on_lane_filled`` hears when the engine has no more
+    of it. ``on_lane_state`` gets this turn's KV on the model's thread when it ended by itself, if
+    ``wants_lane_state``, asked with its number of tokens before it is copied, says so.
     """
 
     prompt: tuple[int, ...]
@@ -105,6 +111,8 @@ class Job:
     tenant: Hashable = None
     lane_state: LaneState | None = None
     on_restore_failed: Callable[[Exception], None] | None = None
+    on_lane_filled: Callable[[], None] = _nothing
+    wants_lane_state: Callable[[int], bool] = _yes
     on_lane_state: Callable[[LaneState], None] | None = None
 
     @property
@@ -187,13 +195,15 @@ class Sequence:
     """A job in the engine.
 
     While it runs it holds a lane and a reference to its bank row. ``cached`` tokens of prompt and
-    ``produced`` have their KV in the lane. ``shares`` says whether its blocks may be published,
-    and ``blocks`` are the keys of those that it used or published.
+    ``produced`` have their KV in the lane, and ``lane_state`` is there until it joined; ``job`` has
+    none. ``shares`` says whether its blocks may be published, and ``blocks`` are the keys of those
+    that it used or published.
     """
 
     job: Job
     generation: Generation
     sampler: Sampler
+    lane_state: LaneState | None = None
     stop_text: StopText | None = None
     lane: int = -1
     bank_row: int = 0

@@ -70,7 +70,7 @@ class SlotFiles:
             raise OSError("expected a file that does not change while it is read")
         return content
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | bytearray) -> None:
         """Make ``name`` hold exactly this: written beside, synced, renamed, the folder synced.
 
         Raises:

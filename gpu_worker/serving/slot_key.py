@@ -55,12 +55,17 @@ class NodeKey:
                 f"node key {path.name}: cannot be used: {error.strerror}"
             ) from error
 
-    def seal(self, plain: bytes, associated: bytes) -> bytes:
+    def seal(self, plain: bytes, associated: bytes) -> bytearray:
         """Encrypt, and bind to ``associated``: nonce, ciphertext and tag."""
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + self._seal.encrypt(nonce, plain, associated)
+        # In place: a page is large, and this is its only copy.
+        sealed = bytearray(len(plain) + SEAL_BYTES)
+        sealed[:_NONCE_BYTES] = nonce
+        with memoryview(sealed) as view:
+            self._seal.encrypt_into(nonce, plain, associated, view[_NONCE_BYTES:])
+        return sealed
 
-    def open(self, sealed: bytes, associated: bytes) -> bytes:
+    def open(self, sealed: bytes | bytearray, associated: bytes) -> bytes:
         """What was sealed with this key and ``associated``.
 
         Raises:

@@ -42,7 +42,7 @@ class SlotPages:
         """Let the folder go."""
         self._files.close()
 
-    def write(self, page: int, sidecar: bytes, sealed: bytes) -> None:
+    def write(self, page: int, sidecar: bytes, sealed: bytearray) -> None:
         """Write a page and its sidecar, durably. Raises OSError."""
         self._files.write(_state_name(page), sealed)
         self._files.write(_sidecar_name(page), sidecar)
@@ -55,13 +55,13 @@ class SlotPages:
         """
         return self._read(_sidecar_name(page), limits.SLOT_SIDECAR_BYTES)
 
-    def state(self, page: int) -> bytes:
-        """A page's sealed state as it lies there.
+    def state(self, page: int, limit: int = limits.SLOT_STATE_BYTES) -> bytes:
+        """A page's sealed state as it lies there, of at most ``limit`` bytes.
 
         Raises:
             SlotRefusedError: MISSING or UNREADABLE.
         """
-        return self._read(_state_name(page), limits.SLOT_STATE_BYTES)
+        return self._read(_state_name(page), limit)
 
     def remove(self, page: int) -> None:
         """Remove a page and its sidecar; what cannot be is kept in mind for ``left_remove``."""

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpu_worker.serving.identity import Identity
+from gpu_worker.serving.identity import Identity, Layout
 from gpu_worker.serving.lanes import LaneState
 from registry_service.domain.errors import MalformedError
 
@@ -19,6 +19,13 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def token_bytes(layout: Layout, dtype: str) -> int:
+    """Bytes of one token's KV in a lane."""
+    numbers = sum(heads * (key_size + value_size) for heads, key_size, value_size in layout.layers)
+    size: int = _DTYPES[dtype].itemsize
+    return numbers * size
 
 
 def state_encode(identity: Identity, state: LaneState) -> bytes:

@@ -1,16 +1,9 @@
 """Slots: the KV of a session, saved to a file so that its next turn need not compute it again.
 
-Restoring is numbered steps; only what passed them all is handed on, to be put into a lane:
-
-1. the slot has a page; 2. its sidecar is read, once; 3. it is of this format; 4. sealed by this
-node; 5. of this session and subject; 6. of this identity, part by part, with or without an
-adapter; 7. the current page, to the byte; 8. the state is read and opened with the sidecar's
-bytes; 9. its digest, tensors and tokens are those of the sidecar.
-
-What passed and then cannot be put into the lane is refused by whoever finds that, in the same way.
-What does not hold refuses the page: no lane is touched, the page is dropped so that it is not
-tried again, an event says why, and the turn is prefilled cold. A fault of the disk is treated
-alike: no fault here fails a request.
+A page that does not hold, in one of the steps of ``slot_restore``, is refused: no lane is touched,
+the page is dropped so that it is not tried again, an event says why, and the turn is prefilled
+cold. What passed and then cannot be put into a lane is refused by whoever finds that, in the same
+way. A fault of the disk is treated alike: no fault here fails a request.
 """
 
 from __future__ import annotations
@@ -25,21 +18,15 @@ from typing import NamedTuple
 
 from gpu_worker.serving.identity import Identity, tokens_encode
 from gpu_worker.serving.lanes import LaneState
+from gpu_worker.serving.ledger import LedgerFullError
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind, event_log
 from gpu_worker.serving.slot_index import Budget, Entry, SlotIndex
 from gpu_worker.serving.slot_key import SEAL_BYTES, NodeKey
 from gpu_worker.serving.slot_pages import SlotPages
-from gpu_worker.serving.slot_sidecar import (
-    Refusal,
-    Session,
-    Sidecar,
-    SlotRefusedError,
-    identity_check,
-    same_check,
-    sidecar_parse,
-)
-from gpu_worker.serving.slot_state import state_decode, state_encode
+from gpu_worker.serving.slot_restore import ANY_READER, Reader, page_load
+from gpu_worker.serving.slot_sidecar import Refusal, Session, Sidecar, SlotRefusedError
+from gpu_worker.serving.slot_state import state_encode
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError, RegistryError, UnavailableError
@@ -127,21 +114,28 @@ class Slots:
         self._tell(kind, identity, page, late)
         return None if late else page
 
-    def save_skipped(self, identity: Identity) -> None:
-        """Tell that a page is not saved because too many wait; the page before it stays."""
-        self._tell(SlotEventKind.NOT_SAVED, identity, 0, "too many saves wait")
+    def save_skipped(self, identity: Identity, reason: str) -> None:
+        """Tell why nothing is saved of a turn; the page before it stays."""
+        self._tell(SlotEventKind.NOT_SAVED, identity, 0, reason)
 
-    def restore(self, session: Session, identity: Identity) -> Restored | None:
+    def restore(
+        self, session: Session, identity: Identity, reader: Reader = ANY_READER
+    ) -> Restored | None:
         """What the slot's page holds, as it was saved under this very identity.
 
         None: there is no page, or it is refused; the turn is prefilled cold.
+
+        Raises:
+            LedgerFullError: the reader has no memory for it; the page stays.
         """
         with self._changed:
             entry = self._index.find(_slot(identity, session))
         if entry is None:
             return None
         try:
-            state = self._load(entry, session, identity)
+            state = page_load(self._pages, self._key, entry, session, identity, reader)
+        except LedgerFullError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, a cold prefill is right
             self.refuse(session, identity, entry.page, _refused(error))
             return None
@@ -222,31 +216,6 @@ class Slots:
         for old in trimmed:
             self._tell_of(SlotEventKind.TRIMMED, old)
         return "over the budget" if entry in trimmed else ""
-
-    def _load(self, entry: Entry, session: Session, identity: Identity) -> LaneState:
-        """Steps 2 to 9."""
-        content = self._pages.sidecar(entry.page)
-        sidecar = sidecar_parse(content, identity.format_version)
-        same_check(Refusal.NODE_KEY, sidecar.key_id, self._key.key_id)
-        # By digests: a refusal is logged, and whose page it is may be another tenant's to know.
-        for reason, found, wanted in (
-            (Refusal.SESSION, sidecar.session.session_id, session.session_id),
-            (Refusal.SUBJECT, sidecar.session.subject, session.subject),
-        ):
-            same_check(reason, digest_of(found.encode()), digest_of(wanted.encode()))
-        identity_check(sidecar.identity, identity)
-        same_check(Refusal.OLDER_PAGE, sidecar.page, entry.page)
-        same_check(Refusal.SIDECAR, digest_of(content), entry.sidecar_digest)
-        sealed = self._pages.state(entry.page)
-        try:
-            plain = self._key.open(sealed, content)
-            same_check(Refusal.STATE, self._key.digest("state", plain), sidecar.state_digest)
-            state = state_decode(identity, sidecar.token_count, plain)
-            tokens = self._key.digest("tokens", tokens_encode(state.tokens))
-        except RegistryError as error:
-            raise SlotRefusedError(Refusal.STATE, "the saved state", error.message) from error
-        same_check(Refusal.STATE, tokens, sidecar.tokens_digest)
-        return state
 
     def _forget(self, *pages: tuple[str, int]) -> bool:
         """Drop these pages of these slots, whatever the disk says: they are not tried again.

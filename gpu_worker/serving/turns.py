@@ -3,6 +3,9 @@
 The identity comes from the routing context and from what this node runs, and from nothing else. A
 turn without an adapter is a turn like any other. Pages are saved and dropped beside the model's
 thread, which only hands over what is to be done; the next turn of a session waits for it.
+
+KV outside of lanes is in the ledger for as long as it is there. Where there is no memory for it, a
+turn begins cold, or is not saved; a turn never fails for it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -30,16 +32,21 @@ from gpu_worker.serving.identity import (
     root_key,
 )
 from gpu_worker.serving.lanes import LaneState
-from gpu_worker.serving.ledger import Category, Ledger, LedgerFullError, Owner
+from gpu_worker.serving.ledger import Ledger, LedgerFullError, Owner
 from gpu_worker.serving.residency import Key
+from gpu_worker.serving.slot_memory import Room, SlotMemory
+from gpu_worker.serving.slot_restore import Reader
 from gpu_worker.serving.slot_sidecar import Refusal, Session, SlotRefusedError
+from gpu_worker.serving.slot_state import token_bytes
 from gpu_worker.serving.slots import Restored, Slots
 from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER, RoutingContext
 
 _LOG = logging.getLogger(__name__)
-# Each waiting state is memory: a disk that cannot follow costs saves, not memory or answers.
+# A disk that cannot follow costs saves, not answers.
 _WAITING: Final = 4
+# A state as one file's bytes, and sealed.
+_SAVING_AT_ONCE: Final = 2
 _SAVE_WAIT_SECONDS: Final = 2.0
 _SCALE: Final = 1.0
 
@@ -87,13 +94,18 @@ def library_versions(device: str) -> tuple[tuple[str, str], ...]:
 class Turn:
     """What a job needs of its session; named like the job's fields.
 
-    ``release`` gives back the memory of ``lane_state``, once nobody has it any more.
+    ``lane_state`` is in the ledger until ``on_lane_filled`` was called once for each sequence that
+    the turn was begun for, since nobody needs it any more, or until ``release``, which is for the
+    turn's end, however it ends. ``wants_lane_state`` is asked with a number of tokens before their
+    KV is copied; True holds the memory for it until ``on_lane_state`` or ``release``.
     """
 
     root_key: bytes
     lane_state: LaneState | None
-    release: Callable[[], object]
+    release: Callable[[], None]
+    on_lane_filled: Callable[[], None]
     on_restore_failed: Callable[[Exception], None] | None
+    wants_lane_state: Callable[[int], bool]
     on_lane_state: Callable[[LaneState], None]
 
 
@@ -113,19 +125,42 @@ class _Slot(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What is to be done with a slot."""
+    """What is to be done with a slot; ``room`` is that of what it holds."""
 
     slot: _Slot
     run: Callable[[], object]
+    room: Room | None = None
+
+
+class _Held:
+    """The memory of a state that a turn has, until so many sequences are done with it."""
+
+    def __init__(self, sequences: int = 1) -> None:
+        self.room: Room | None = None
+        self._left = sequences
+
+    def less(self) -> None:
+        """One sequence is done with it. Called on the model's thread."""
+        self._left -= 1
+        if self._left <= 0:
+            self.release()
+
+    def release(self) -> None:
+        """The state is gone, or never came. On any thread, and as often as one likes."""
+        room, self.room = self.room, None
+        if room is not None:
+            room.release()
 
 
 class Turns:
     """The turns of all sessions on a node, and the one thread that changes their slots."""
 
     def __init__(self, slots: Slots, runtime: Runtime, ledger: Ledger, lane_bytes: int) -> None:
-        """``ledger`` is that of the memory that pages are read into, ``lane_bytes`` the most."""
+        """``ledger`` is that of the memory that pages are read into; a lane has ``lane_bytes``."""
         self._slots, self._runtime = slots, runtime
-        self._ledger, self._lane_bytes = ledger, lane_bytes
+        self._memory = SlotMemory(ledger)
+        self._token_bytes = token_bytes(runtime.layout, runtime.dtype)
+        self._lane_tokens = lane_bytes // self._token_bytes
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._done = threading.Condition()
         self._pending: Counter[tuple[UUID, Session]] = Counter()
@@ -137,8 +172,10 @@ class Turns:
         self._queue.put(None)
         self._thread.join()
 
-    def begin(self, context: RoutingContext) -> Turn:
+    def begin(self, context: RoutingContext, sequences: int = 1) -> Turn:
         """Restore what the request's session left under the request's identity.
+
+        So many sequences begin with it.
 
         Raises:
             MalformedError: a context that no identity can be built from.
@@ -147,35 +184,72 @@ class Turns:
         slot = _Slot(Session(context.session_id, context.subject), identity)
         with self._done:
             self._done.wait_for(lambda: not self._pending[slot.name], _SAVE_WAIT_SECONDS)
-        found, release = self._restore(slot)
+        reading, saving = _Held(sequences), _Held()
+        found = self._restore(slot, reading)
+
+        def release() -> None:
+            reading.release()
+            saving.release()
+
         return Turn(
-            root_key(identity),
-            None if found is None else found.state,
-            release,
-            None if found is None else partial(self._refuse, slot, found.page),
-            partial(self._save, slot),
+            root_key=root_key(identity),
+            lane_state=None if found is None else found.state,
+            release=release,
+            on_lane_filled=reading.less,
+            on_restore_failed=None if found is None else partial(self._refuse, slot, found.page),
+            wants_lane_state=partial(self._wanted, slot, saving),
+            on_lane_state=partial(self._state, slot, saving),
         )
 
-    def _restore(self, slot: _Slot) -> tuple[Restored | None, Callable[[], object]]:
-        """A slot's page, where there is memory to read it, and what gives that memory back."""
-        with ExitStack() as undo:
-            try:
-                room = self._ledger.reserve(Category.KV, self._lane_bytes, slot.owner)
-                undo.callback(room.release)
-                found = self._slots.restore(*slot)
-                room.commit(0 if found is None else found.state.size)
-            except LedgerFullError as error:
-                _LOG.warning("a session goes on cold: no memory for its page: %s", error)
-                return None, _nothing
-            if found is not None:
-                undo.pop_all()
-        return found, room.release
+    def _restore(self, slot: _Slot, held: _Held) -> Restored | None:
+        """A slot's page, where there is memory to read it."""
+
+        def reserve(size: int) -> None:
+            held.room = self._memory.reserve(size, slot.owner)
+
+        found = None
+        try:
+            found = self._slots.restore(*slot, Reader(self._lane_tokens, reserve))
+            if found is not None and held.room is not None:
+                held.room.commit(found.state.size)
+        except LedgerFullError as error:
+            _LOG.warning("a session goes on cold: no memory for its page: %s", error)
+        finally:
+            if found is None:
+                held.release()
+        return found
+
+    def _wanted(self, slot: _Slot, held: _Held, tokens: int) -> bool:
+        """Whether a state of so many tokens would be saved; True holds memory for it."""
+        held.release()
+        size = tokens * self._token_bytes
+        if self._queue.qsize() >= _WAITING:
+            self._slots.save_skipped(slot.identity, "too many saves wait")
+            return False
+        try:
+            held.room = self._memory.reserve(size, slot.owner)
+        except LedgerFullError as error:
+            self._slots.save_skipped(slot.identity, f"no memory: {error}")
+            return False
+        held.room.commit(size)
+        return True
+
+    def _state(self, slot: _Slot, held: _Held, state: LaneState) -> None:
+        if held.room is None and not self._wanted(slot, held, len(state.tokens)):
+            return
+        room, held.room = held.room, None
+        self._hand_over(_Work(slot, partial(self._save, slot, state), room))
 
     def _save(self, slot: _Slot, state: LaneState) -> None:
-        if self._queue.qsize() >= _WAITING:
-            self._slots.save_skipped(slot.identity)
-        else:
-            self._hand_over(_Work(slot, lambda: self._slots.save(*slot, state)))
+        try:
+            room = self._memory.reserve(_SAVING_AT_ONCE * state.size, slot.owner)
+        except LedgerFullError as error:
+            self._slots.save_skipped(slot.identity, f"no memory: {error}")
+            return
+        try:
+            self._slots.save(*slot, state)
+        finally:
+            room.release()
 
     def _refuse(self, slot: _Slot, page: int, error: Exception) -> None:
         refused = SlotRefusedError(Refusal.LANE, "a state that a lane takes", type(error).__name__)
@@ -188,14 +262,22 @@ class Turns:
         self._queue.put(work)
 
     def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.run()
-            with self._done:
-                self._pending[work.slot.name] -= 1
-                if not self._pending[work.slot.name]:
-                    del self._pending[work.slot.name]
-                self._done.notify_all()
+        while self._next():
+            pass
 
-
-def _nothing() -> None:
-    """Nothing is held."""
+    def _next(self) -> bool:
+        """Do one thing, and keep nothing of it; False at the end."""
+        work = self._queue.get()
+        if work is None:
+            return False
+        slot, room = work.slot, work.room
+        work.run()
+        del work
+        if room is not None:
+            room.release()
+        with self._done:
+            self._pending[slot.name] -= 1
+            if not self._pending[slot.name]:
+                del self._pending[slot.name]
+            self._done.notify_all()
+        return True

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.serving import slot_files
 from gpu_worker.serving.identity import Adapters, Identity
 from gpu_worker.serving.lanes import LaneState
 from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind
@@ -25,6 +28,9 @@ from tests.identities import IDENTITY
 
 SESSION = Session("s-1", "app")
 TOKENS = tuple(range(1, 41))
+# One more than the file operations of a save that replaces a page.
+MOST = 15
+_OPERATIONS = ("open", "fsync", "rename", "unlink")
 
 
 def under(digest: Digest) -> Identity:
@@ -61,12 +67,11 @@ def state_hash(state: LaneState) -> str:
 
 @dataclass
 class World:
-    """Slots in a folder over lanes in memory, and every event that they told."""
+    """Slots in a folder, and every event that they told."""
 
     folder: Path
     secret: bytes = b"k" * 32
     budget: Budget | None = None
-    lane: LaneState | None = None
     events: list[SlotEvent] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -83,16 +88,10 @@ class World:
 
     def restore(
         self, slots: Slots, session: Session = SESSION, identity: Identity = IDENTITY
-    ) -> bool:
-        """Begin a turn: the lane holds what was restored, or what it held."""
+    ) -> str:
+        """The hash of what is restored; none where nothing is."""
         found = slots.restore(session, identity)
-        if found is not None:
-            self.lane = found.state
-        return found is not None
-
-    def hash(self) -> str:
-        """A digest of what the lane holds."""
-        return "" if self.lane is None else state_hash(self.lane)
+        return "" if found is None else state_hash(found.state)
 
     def refusals(self) -> list[str]:
         return [e.reason for e in self.events if e.kind is SlotEventKind.REFUSED]
@@ -108,9 +107,33 @@ def names(folder: Path) -> list[str]:
 
 def saved(world: World, identity: Identity = IDENTITY, session: Session = SESSION) -> str:
     """Save a page; the hash of its state."""
-    world.lane = state_make(TOKENS, identity=identity)
+    state = state_make(TOKENS, identity=identity)
     slots = world.open()
-    assert slots.save(session, identity, world.lane) is not None
+    assert slots.save(session, identity, state) is not None
     slots.close()
     world.stack.pop_all()
-    return world.hash()
+    return state_hash(state)
+
+
+class Disk:
+    """Counts file operations, and fails at one of them: once, or from there on like a crash."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: type[BaseException]):
+        self.left, self.error, self.failed = at, error, False
+        for name in _OPERATIONS:
+            self._wrap(monkeypatch, name, getattr(os, name))
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, name: str, real: Any) -> None:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self.left -= 1
+            once = issubclass(self.error, Exception)
+            if self.left == 0 or (self.left < 0 and not once):
+                self.failed = True
+                raise self.error("no space left")
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(slot_files.os, name, wrapped)
+
+
+class Crash(BaseException):
+    """The process is gone: nothing after this reaches the disk."""

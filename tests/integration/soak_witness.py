@@ -76,7 +76,7 @@ class Witness:
             self._note_sequence("cancelled", sequence)
         self._note_sequence("left", sequence)
         if sequence.generation.reused_tokens:
-            self.reused["prefix" if sequence.job.lane_state is None else "slot"] += 1
+            self.reused["prefix" if sequence.blocks else "slot"] += 1
 
     def _note_sequence(self, stage: str, sequence: Any) -> None:
         job, engine = sequence.job, self._engine

@@ -6,7 +6,7 @@ answer is compared with a cold single run.
 
 from __future__ import annotations
 
-import threading
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +18,16 @@ import torch
 
 from gpu_worker.serving.adapter import Part
 from gpu_worker.serving.lanes import Lanes, LaneState
-from gpu_worker.serving.ledger import Category, Ledger
-from gpu_worker.serving.residency import Key
 from gpu_worker.serving.sequence import EngineError
 from gpu_worker.serving.slot_events import SlotEventKind
-from gpu_worker.serving.slot_key import NodeKey
 from gpu_worker.serving.slot_sidecar import Refusal
-from gpu_worker.serving.slots import Slots
-from gpu_worker.serving.turns import Runtime, Turns
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
-from tests.identities import IDENTITY, A, B
-from tests.integration.slot_world import state_hash, state_make
+from tests.identities import A, B
+from tests.integration.slot_world import state_hash
 from tests.integration.turn_world import (
+    NEW,
     TENANT_ID,
     Answer,
     TurnNode,
@@ -60,10 +56,6 @@ def world(tmp_path: Path) -> TurnWorld:
     return TurnWorld(tmp_path / "slots")
 
 
-def refusals(world: TurnWorld) -> list[str]:
-    return [event.reason for event in world.events if event.kind is SlotEventKind.REFUSED]
-
-
 def follow_up(answer: Answer, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
     return (*prompt, *answer.tokens, *MORE)
 
@@ -87,7 +79,7 @@ def test_after_a_restart_the_next_turn_reuses_its_tokens_and_answers_as_if_cold(
     # All of the turn before but its last token, which was not run there.
     assert second.reused == len(PROMPT) + len(first.tokens) - 1
     assert second.same(cold.run(digest, prompt))
-    assert refusals(world) == []
+    assert world.refusals() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,24 +112,24 @@ def test_llama_cpp_adapter_a_then_no_adapter_on_the_same_session(
         second = node.turn(BASE_MARKER, follow_up(first))
         assert second.reused == 0
         assert second.same(cold.run(BASE_MARKER, follow_up(first)))
-        assert refusals(world) == [Refusal.ADAPTER]
+        assert world.refusals() == [Refusal.ADAPTER]
         # And back: the base's page under the adapter.
         third = node.turn(A, PROMPT)
         assert third.same(cold.run(A, PROMPT))
-        assert refusals(world) == [Refusal.ADAPTER] * 2
+        assert world.refusals() == [Refusal.ADAPTER] * 2
 
 
 def test_llama_cpp_saved_under_a_restored_under_b(world: TurnWorld, cold: TurnNode) -> None:
     with world.node() as node:
         first = node.turn(A, PROMPT)
         second = node.turn(B, follow_up(first))
-        assert (second.reused, refusals(world)) == (0, [Refusal.ADAPTER])
+        assert (second.reused, world.refusals()) == (0, [Refusal.ADAPTER])
         assert second.same(cold.run(B, follow_up(first)))
         # Once: what is saved now is B's, and goes on.
         third = node.turn(B, follow_up(second, follow_up(first)))
         assert third.reused > len(PROMPT)
         assert third.same(cold.run(B, follow_up(second, follow_up(first))))
-        assert refusals(world) == [Refusal.ADAPTER]
+        assert world.refusals() == [Refusal.ADAPTER]
 
 
 @pytest.mark.parametrize("digest", [A, B], ids=["the same adapter", "the other one"])
@@ -149,7 +141,7 @@ def test_llama_cpp_restarted_with_the_adapters_in_another_order(
     with world.node(adapters=(B, A)) as node:
         second = node.turn(digest, follow_up(first))
     assert (second.reused > 0) is (digest == A)
-    assert refusals(world) == ([] if digest == A else [Refusal.ADAPTER])
+    assert world.refusals() == ([] if digest == A else [Refusal.ADAPTER])
     assert second.same(cold.run(digest, follow_up(first)))
 
 
@@ -158,7 +150,7 @@ def test_llama_cpp_restarted_restored_and_no_adapter(world: TurnWorld, cold: Tur
         first = node.turn(A, PROMPT)
     with world.node() as node:
         second = node.turn(BASE_MARKER, follow_up(first))
-    assert (second.reused, refusals(world)) == (0, [Refusal.ADAPTER])
+    assert (second.reused, world.refusals()) == (0, [Refusal.ADAPTER])
     assert second.same(cold.run(BASE_MARKER, follow_up(first)))
 
 
@@ -216,7 +208,7 @@ def test_a_turn_with_another_tokenizer_or_template_is_cold(
     with world.node() as node:
         first = node.turn(A, PROMPT)
         second = node.turn(A, follow_up(first), **change)
-    assert (second.reused, refusals(world)) == (0, [reason])
+    assert (second.reused, world.refusals()) == (0, [reason])
     assert second.same(cold.run(A, follow_up(first)))
 
 
@@ -278,7 +270,7 @@ def test_a_page_that_no_lane_takes_is_one_cold_prefill_dropped_and_said(
             third = node.turn(digest, prompt)
             assert third == second._replace(reused=64), "of the first turn's prompt, in memory"
             assert len(tried) == 2
-        assert refusals(world) == [Refusal.LANE]
+        assert world.refusals() == [Refusal.LANE]
         (told,) = [event for event in world.events if event.reason == Refusal.LANE]
         assert (told.page, told.tenant_id, told.adapter_digest) == (1, TENANT_ID, digest)
         assert told.got == "'RuntimeError'"
@@ -287,7 +279,63 @@ def test_a_page_that_no_lane_takes_is_one_cold_prefill_dropped_and_said(
         fourth = node.turn(digest, longer)
         assert fourth.reused == len(prompt) + len(third.tokens) - 1
         assert fourth.same(cold.run(digest, longer))
-    assert refusals(world) == [Refusal.LANE]
+    assert world.refusals() == [Refusal.LANE]
+
+
+@pytest.mark.parametrize("digest", [A, BASE_MARKER], ids=["adapter", "base"])
+def test_a_page_longer_than_the_lanes_of_a_restarted_node_is_one_cold_prefill(
+    world: TurnWorld, digest: Digest
+) -> None:
+    with world.node() as node:
+        node.turn(digest, PROMPT)
+    world.lane_tokens = 64
+    with world.node() as node:
+        first = node.turn(digest, MORE)
+        assert first == node.run(digest, MORE)
+        assert node.turn(digest, (*MORE, *first.tokens, 5)).reused > len(MORE)
+    (told,) = [event for event in world.events if event.kind is SlotEventKind.REFUSED]
+    assert (told.reason, told.page, told.tenant_id) == (Refusal.LANE, 1, TENANT_ID)
+    assert (told.expected, told.got) == ("'at most 64 tokens'", repr(str(len(PROMPT) + NEW - 1)))
+    assert [event.tokens for event in world.events if event.kind is SlotEventKind.RESTORED] == [
+        len(MORE) + NEW - 1
+    ]
+
+
+def test_a_page_as_long_as_a_lane_is_restored(world: TurnWorld) -> None:
+    with world.node() as node:
+        # A turn's last token is not run.
+        node.run(
+            A, PROMPT[:52], new=13, on_lane_state=node.turns.begin(context_make(A)).on_lane_state
+        )
+    world.lane_tokens = 64
+    with world.node() as node:
+        turn = node.turns.begin(context_make(A))
+        assert turn.lane_state is not None
+        assert len(turn.lane_state.tokens) == 64
+        assert node.run(A, PROMPT[:40], lane_state=turn.lane_state).reused == 39
+
+
+def test_a_whole_older_folder_that_is_put_back_gives_its_own_session_older_kv_and_right_answers(
+    world: TurnWorld, cold: TurnNode, tmp_path: Path
+) -> None:
+    with world.node() as node:
+        first = node.turn(A, PROMPT)
+    older = tmp_path / "older"
+    shutil.copytree(world.folder, older)
+    with world.node() as node:
+        prompt = follow_up(first)
+        second = node.turn(A, prompt)
+    shutil.rmtree(world.folder)
+    older.rename(world.folder)
+    with world.node() as node:
+        prompt = follow_up(second, prompt)
+        assert node.turns.begin(context_make(A, "s-2")).lane_state is None
+        third = node.turn(A, prompt)
+        # What the older page knows of the prompt; the rest is computed.
+        assert third.reused == len(PROMPT) + len(first.tokens) - 1
+        assert third.same(cold.run(A, prompt))
+        assert node.turn(B, prompt).reused == 0
+    assert world.refusals() == [Refusal.ADAPTER]
 
 
 def test_a_page_that_was_replaced_meanwhile_is_not_dropped(world: TurnWorld) -> None:
@@ -300,7 +348,7 @@ def test_a_page_that_was_replaced_meanwhile_is_not_dropped(world: TurnWorld) -> 
         late.on_restore_failed(RuntimeError("injected"))
         assert node.turns.begin(context_make(A)).lane_state is not None
         assert [entry.page for entry in node.slots.entries()] == [2]
-    assert refusals(world) == []
+    assert world.refusals() == []
 
 
 def test_a_turn_without_a_page_has_nothing_to_refuse(world: TurnWorld) -> None:
@@ -316,100 +364,3 @@ def test_a_context_without_every_part_begins_no_turn(world: TurnWorld) -> None:
         pair: Any = [A, B]
         with pytest.raises(MalformedError):
             node.turns.begin(context_make(pair))
-
-
-class Held(NodeKey):
-    """A node key whose sealing of pages waits to be let go."""
-
-    def __init__(self) -> None:
-        super().__init__(b"k" * 32)
-        self.go, self.sealing = threading.Event(), threading.Event()
-
-    def seal(self, plain: bytes, associated: bytes) -> bytes:
-        self.sealing.set()
-        self.go.wait()
-        return super().seal(plain, associated)
-
-
-@pytest.fixture
-def held(world: TurnWorld) -> Iterator[tuple[Held, Turns, Slots]]:
-    key = Held()
-    slots = Slots(world.folder, key, on_event=world.events.append)
-    runtime = Runtime(IDENTITY.base_digest, IDENTITY.dtype, IDENTITY.layout, (("torch", "2"),))
-    turns = Turns(slots, runtime, Ledger(2**30), 2**20)
-    yield key, turns, slots
-    key.go.set()
-    turns.close()
-    slots.close()
-
-
-def test_a_sessions_next_turn_waits_for_the_save_before_it(
-    held: tuple[Held, Turns, Slots],
-) -> None:
-    key, turns, _ = held
-    state = state_make(range(1, 9))
-    turns.begin(context_make(A)).on_lane_state(state)
-    key.sealing.wait()
-    found: list[LaneState | None] = []
-    next_turn = threading.Thread(
-        target=lambda: found.append(turns.begin(context_make(A)).lane_state)
-    )
-    next_turn.start()
-    assert found == []
-    key.go.set()
-    next_turn.join()
-    assert found[0] is not None
-    assert state_hash(found[0]) == state_hash(state)
-
-
-def test_when_the_disk_cannot_follow_saves_are_left_out_and_said(
-    world: TurnWorld, held: tuple[Held, Turns, Slots]
-) -> None:
-    key, turns, slots = held
-    begun = [turns.begin(context_make(A, f"s-{number}")) for number in range(8)]
-    begun[0].on_lane_state(state_make(range(1, 9)))
-    key.sealing.wait()
-    for turn in begun[1:]:
-        turn.on_lane_state(state_make(range(1, 9)))
-    # One is being saved and four wait.
-    assert [event.kind for event in world.events] == [SlotEventKind.NOT_SAVED] * 3
-    key.go.set()
-    for number in range(5):
-        assert turns.begin(context_make(A, f"s-{number}")).lane_state is not None
-    assert len(slots.entries()) == 5
-
-
-@pytest.mark.parametrize("digest", [A, BASE_MARKER])
-def test_a_page_is_in_the_ledger_from_its_reading_to_the_end_of_its_turn(
-    world: TurnWorld, digest: Digest
-) -> None:
-    with world.node() as node:
-        node.turn(digest, PROMPT)
-        turn = node.turns.begin(context_make(digest))
-        assert turn.lane_state is not None
-        owner = TENANT_ID if digest == BASE_MARKER else Key(TENANT_ID, digest)
-        assert world.ledger.by_owner() == {owner: {Category.KV: turn.lane_state.size}}
-        turn.release()
-        assert world.ledger.holdings() == ()
-
-
-def test_a_session_goes_on_cold_where_there_is_no_memory_for_its_page(world: TurnWorld) -> None:
-    with world.node() as node:
-        cold = node.turn(A, PROMPT)
-    world.ledger = Ledger(1)
-    with world.node() as node:
-        turn = node.turns.begin(context_make(A))
-        turn.release()
-        assert turn.lane_state is None
-        assert node.turn(A, PROMPT) == cold
-        assert world.ledger.holdings() == ()
-    # The page is as it was: nothing is wrong with it.
-    world.ledger = Ledger(2**30)
-    with world.node() as node:
-        assert node.turn(A, (*PROMPT, *cold.tokens, *MORE)).reused > 0
-
-
-def test_a_session_without_a_page_holds_nothing(world: TurnWorld) -> None:
-    with world.node() as node:
-        node.turns.begin(context_make(A))
-        assert world.ledger.holdings() == ()

@@ -35,6 +35,8 @@ from tests.integration.slot_world import (
 
 pytestmark = pytest.mark.torch
 
+GOOD = state_make(TOKENS)
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
@@ -96,9 +98,9 @@ def test_one_tenant_keeps_its_share_and_page_and_sidecar_count_as_one(world: Wor
     world.budget = Budget(node_bytes=100 * size, tenant_bytes=2 * size + 20)
     slots = world.open()
     other = replace(IDENTITY, tenant_id=UUID(int=2001))
-    assert slots.save(SESSION, other, world.lane) is not None
+    assert slots.save(SESSION, other, GOOD) is not None
     for number in range(4):
-        assert slots.save(Session(f"t-{number}", "app"), IDENTITY, world.lane) is not None
+        assert slots.save(Session(f"t-{number}", "app"), IDENTITY, GOOD) is not None
     held = slots.entries()
     assert [entry.tenant_id for entry in held].count(IDENTITY.tenant_id) == 2
     assert world.restore(slots, SESSION, other)
@@ -115,14 +117,10 @@ def test_a_page_over_the_budget_is_not_saved_and_the_one_before_stays(world: Wor
     world.stack.close()
     world.budget = Budget(tenant_bytes=size)
     slots = world.open()
-    world.lane = state_make(range(1, 60))
-    assert slots.save(SESSION, IDENTITY, world.lane) is None
+    assert slots.save(SESSION, IDENTITY, state_make(range(1, 60))) is None
     assert world.events[-1].kind is SlotEventKind.NOT_SAVED
     assert "bytes" in world.events[-1].reason
     assert world.restore(slots, SESSION, IDENTITY)
-
-
-GOOD = state_make(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -139,21 +137,19 @@ GOOD = state_make(TOKENS)
     ids=["empty", "dtype", "count", "layer short", "layer long", "nan", "infinity"],
 )
 def test_a_state_that_is_not_as_its_identity_says_is_not_saved(world: World, state: Any) -> None:
-    world.lane = state
     slots = world.open()
-    assert slots.save(SESSION, IDENTITY, world.lane) is None
+    assert slots.save(SESSION, IDENTITY, state) is None
     assert world.kinds() == [SlotEventKind.NOT_SAVED]
     assert slots.entries() == ()
     assert names(world.folder) == []
 
 
 def test_revocation_removes_every_page_of_the_adapter_and_counts_them(world: World) -> None:
-    world.lane = state_make(TOKENS)
     slots = world.open()
     other = replace(under(A), tenant_id=UUID(int=2001))
     for identity in (under(A), other, under(B), under(BASE_MARKER)):
         for session in ("s-1", "s-2"):
-            assert slots.save(Session(session, "app"), identity, world.lane) is not None
+            assert slots.save(Session(session, "app"), identity, GOOD) is not None
     # The sessions of under(A) and of under(BASE_MARKER) are the same slots: the last page counts.
     assert {entry.adapter_digest for entry in slots.entries()} == {A, BASE_MARKER}
     assert slots.remove(A) == 2
@@ -163,7 +159,7 @@ def test_revocation_removes_every_page_of_the_adapter_and_counts_them(world: Wor
     assert not world.restore(slots, SESSION, other)
     assert world.restore(slots, SESSION, under(BASE_MARKER))
     # Nothing of it is saved any more.
-    assert slots.save(SESSION, other, world.lane) is None
+    assert slots.save(SESSION, other, GOOD) is None
     assert world.events[-1].reason == Refusal.REVOKED
     assert world.kinds().count(SlotEventKind.REMOVED) == 2
 
@@ -173,7 +169,7 @@ class Hooked(NodeKey):
 
     hook: Callable[[], None] = staticmethod(lambda: None)
 
-    def seal(self, plain: bytes, associated: bytes) -> bytes:
+    def seal(self, plain: bytes, associated: bytes) -> bytearray:
         if associated.startswith(b"{"):
             hook, self.hook = self.hook, lambda: None
             hook()
@@ -211,8 +207,7 @@ def test_of_two_saves_of_a_session_the_later_one_stays(world: World) -> None:
     newer = state_make(TOKENS, seed=2)
     key.hook = lambda: slots.save(SESSION, IDENTITY, newer) and None
     assert slots.save(SESSION, IDENTITY, state_make(TOKENS, seed=1)) is None
-    assert world.restore(slots)
-    assert world.hash() == state_hash(newer)
+    assert world.restore(slots) == state_hash(newer)
     assert names(world.folder) == ["2.page", "2.sidecar", "index"]
 
 

@@ -1,4 +1,7 @@
-"""Slots on a real disk: what restores, and everything that is refused with the lane untouched."""
+"""Slots on a real disk: what restores, and everything that is refused, once.
+
+That no lane is touched meanwhile is seen on an engine, in ``test_slot_lanes``.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,6 @@ from tests.integration.slot_world import (
 
 pytestmark = pytest.mark.torch
 
-# What a lane holds before a turn begins.
-BEFORE = state_make((77, 78), seed=9)
-
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
@@ -52,22 +52,18 @@ def refused(
     session: Session = SESSION,
     **changes: Any,
 ) -> None:
-    """The page is refused for this reason, the lane is untouched, and it happens once."""
-    world.lane = BEFORE
-    before = world.hash()
+    """The page is refused for this reason, dropped, and that is said once."""
     world.events.clear()
     slots = world.open(**changes)
     assert not world.restore(slots, session, identity)
-    assert world.hash() == before
     assert world.refusals() == [reason]
-    # Dropped: the turn after is cold without another word, and the next page restores.
+    # The turn after is cold without another word, and the next page restores.
     assert not world.restore(slots, session, identity)
     assert world.refusals() == [reason]
-    assert world.hash() == before
     assert not [name for name in names(world.folder) if name != "index"]
-    world.lane = state_make(TOKENS, identity=identity)
-    assert slots.save(session, identity, world.lane) is not None
-    assert world.restore(slots, session, identity)
+    state = state_make(TOKENS, identity=identity)
+    assert slots.save(session, identity, state) is not None
+    assert world.restore(slots, session, identity) == state_hash(state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -75,10 +71,8 @@ def refused(
 def test_after_a_restart_a_page_restores_bit_for_bit(world: World, digest: str, dtype: str) -> None:
     identity = replace(under(digest), dtype=dtype)
     expected = saved(world, identity)
-    world.lane = BEFORE
     slots = world.open()
-    assert world.restore(slots, SESSION, identity)
-    assert world.hash() == expected
+    assert world.restore(slots, SESSION, identity) == expected
     assert world.kinds() == [SlotEventKind.SAVED, SlotEventKind.RESTORED]
     assert world.events[-1].tokens == len(TOKENS)
 
@@ -94,8 +88,7 @@ def test_a_page_restores_until_the_next_one_is_saved(world: World) -> None:
         state = state_make(TOKENS, seed)
         assert slots.save(SESSION, IDENTITY, state) == seed
         for _ in range(2):
-            assert world.restore(slots)
-            assert world.hash() == state_hash(state)
+            assert world.restore(slots) == state_hash(state)
     assert names(world.folder) == ["2.page", "2.sidecar", "index"]
 
 
@@ -152,7 +145,6 @@ def test_pages_of_an_older_format_are_refused_once_after_an_upgrade(world: World
 
 def test_another_tenant_session_or_subject_has_another_slot(world: World) -> None:
     saved(world)
-    world.lane = BEFORE
     slots = world.open()
     for identity, session in (
         (replace(IDENTITY, tenant_id=UUID(int=2001)), SESSION),
@@ -161,7 +153,6 @@ def test_another_tenant_session_or_subject_has_another_slot(world: World) -> Non
         (IDENTITY, Session("s-", "1app")),
     ):
         assert not world.restore(slots, session, identity)
-    assert world.hash() == state_hash(BEFORE)
     assert world.restore(slots, SESSION, IDENTITY)
 
 
@@ -181,11 +172,9 @@ def test_somebody_elses_page_in_a_slots_place_is_refused(
     for name in ("sidecar", "page"):
         shutil.copyfile(world.folder / f"1.{name}", world.folder / f"2.{name}")
     slots = world.open()
-    world.lane = BEFORE
     world.events.clear()
     assert not world.restore(slots, SESSION, IDENTITY)
     assert world.refusals() == [reason]
-    assert world.hash() == state_hash(BEFORE)
     assert [entry.page for entry in slots.entries()] == [1]
 
 
@@ -254,10 +243,8 @@ def test_what_is_no_plain_file_of_allowed_size_is_unreadable(
     saved(world)
     slots = world.open()
     spoil(world.folder / name)
-    world.lane = BEFORE
     assert not world.restore(slots, SESSION, IDENTITY)
     assert world.refusals() == [Refusal.UNREADABLE]
-    assert world.hash() == state_hash(BEFORE)
     assert slots.entries() == ()
 
 
@@ -288,7 +275,7 @@ def test_with_a_new_node_key_no_page_counts(world: World) -> None:
     assert slots.entries() == ()
     assert not [name for name in names(world.folder) if name != "index"]
     # The next save makes an index of the new key.
-    slots.save(SESSION, IDENTITY, world.lane)
+    slots.save(SESSION, IDENTITY, state_make(TOKENS))
     slots.close()
     world.stack.pop_all()
     assert len(world.open(key=NodeKey(b"n" * 32)).entries()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,13 @@ from gpu_worker.serving.adapter import Adapter, Part
 from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.identity import Layout
 from gpu_worker.serving.ledger import Ledger
+from gpu_worker.serving.memory import ledgers_open, storages_bytes
+from gpu_worker.serving.parameters import Named, parameters_digest, parameters_named
 from gpu_worker.serving.sequence import Job, Sampling
-from gpu_worker.serving.slot_events import SlotEvent
+from gpu_worker.serving.slot_events import SlotEvent, SlotEventKind
 from gpu_worker.serving.slot_key import NodeKey
 from gpu_worker.serving.slots import Slots
-from gpu_worker.serving.turns import Runtime, Turns, library_versions
+from gpu_worker.serving.turns import Runtime, Turn, Turns, library_versions
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.trust.routing_context import BASE_MARKER, RoutingContext
@@ -116,12 +119,49 @@ class TurnNode:
     engine: Engine
     slots: Slots
     turns: Turns
+    base: Named
+
+    def base_digest(self) -> str:
+        """A digest of the base's parameters as they are now."""
+        return parameters_digest(self.base)
+
+    def taken(self) -> dict[str, int]:
+        """Bytes that lie in base, bank, lanes and blocks."""
+        engine, found = self.engine, (tensor for _, tensor in self.base)
+        stacks = engine._runner.bank.stacks.values()
+        blocks = [block.kv for block in engine._prefix._blocks.values()]
+        return storages_bytes(
+            {
+                "base": found,
+                "bank": [tensor for stack in stacks for tensor in (stack.a, stack.b, stack.m)],
+                "lanes": self.slabs,
+                "blocks": [tensor for kv in blocks for tensor in (*kv.keys, *kv.values)],
+            }
+        )
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        """All that lanes lie in. To be looked at while nothing runs."""
+        lanes = self.engine._runner.lanes
+        return (*lanes.keys, *lanes.values)
+
+    def lanes_hash(self) -> str:
+        """A digest of every byte of every lane."""
+        found = hashlib.sha256()
+        for slab in self.slabs:
+            found.update(slab.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
     def turn(
         self, digest: Digest, prompt: Sequence[int], session: str = "s-1", **changes: Any
     ) -> Answer:
         """One turn of a session, as a node serves it."""
-        turn = self.turns.begin(context_make(digest, session, **changes))
+        return self.go_on(
+            self.turns.begin(context_make(digest, session, **changes)), digest, prompt
+        )
+
+    def go_on(self, turn: Turn, digest: Digest, prompt: Sequence[int]) -> Answer:
+        """The rest of a turn that was begun."""
         try:
             return self.run(
                 digest,
@@ -129,10 +169,17 @@ class TurnNode:
                 root_key=turn.root_key,
                 lane_state=turn.lane_state,
                 on_restore_failed=turn.on_restore_failed,
+                on_lane_filled=turn.on_lane_filled,
+                wants_lane_state=turn.wants_lane_state,
                 on_lane_state=turn.on_lane_state,
             )
         finally:
             turn.release()
+
+    def saved(self) -> None:
+        """Wait until nothing is being saved or dropped."""
+        with self.turns._done:
+            self.turns._done.wait_for(lambda: not self.turns._pending)
 
     def run(
         self, digest: Digest, prompt: Sequence[int], *, new: int = NEW, **options: Any
@@ -158,20 +205,38 @@ class TurnNode:
 
 @dataclass
 class TurnWorld:
-    """What outlives a node's process: its folder, its key, base and adapters."""
+    """What outlives a node's process: its folder, its key, base and adapters.
+
+    ``ledger`` has pages alone, or everything that a node has when it is ``whole``, and is then each
+    start's own.
+    """
 
     folder: Path
     events: list[SlotEvent] = field(default_factory=list)
     base: Callable[[torch.dtype], PreTrainedModel] = tiny_model
     lane_tokens: int = 512
+    secret: bytes = b"k" * 32
     ledger: Ledger = field(default_factory=lambda: Ledger(2**40))
+    whole: bool = False
+
+    def refusals(self) -> list[str]:
+        """Why pages were refused, in order."""
+        return [event.reason for event in self.events if event.kind is SlotEventKind.REFUSED]
 
     @contextmanager
     def node(
-        self, adapters: Sequence[Digest] = (A, B), *, dtype: torch.dtype = torch.float32
+        self,
+        adapters: Sequence[Digest] = (A, B),
+        *,
+        dtype: torch.dtype = torch.float32,
+        **runtime: Any,
     ) -> Iterator[TurnNode]:
-        """Start a node with these adapters attached in this order, and stop it."""
+        """Start a node with these adapters attached in this order, and stop it.
+
+        ``runtime`` are parts of its identity that are other ones.
+        """
         model = self.base(dtype)
+        base = parameters_named(model)
         made = {digest: adapter_make(model, 100 + (digest == A)) for digest in (A, B)}
         engine = Engine(
             model,
@@ -183,17 +248,21 @@ class TurnWorld:
         engine.start()
         for digest in adapters:
             engine.attach(digest, made[digest])
-        slots = Slots(self.folder, NodeKey(b"k" * 32), on_event=self.events.append)
-        runtime = Runtime(
-            base_digest=digest_of(b"base"),
-            dtype=str(dtype).removeprefix("torch."),
-            layout=Layout(layers=engine.layers, block_tokens=BLOCK_TOKENS),
-            library_versions=library_versions("cpu"),
-        )
+        if self.whole:
+            tensors = (tensor for _, tensor in base)
+            self.ledger = ledgers_open(engine, tensors, device="cpu", budget=2**33).host
+        slots = Slots(self.folder, NodeKey(self.secret), on_event=self.events.append)
+        parts: dict[str, Any] = {
+            "base_digest": digest_of(b"base"),
+            "dtype": str(dtype).removeprefix("torch."),
+            "layout": Layout(layers=engine.layers, block_tokens=BLOCK_TOKENS),
+            "library_versions": library_versions("cpu"),
+            **runtime,
+        }
         lane_bytes = engine.memory().lanes // engine.workspace.lanes
-        turns = Turns(slots, runtime, self.ledger, lane_bytes)
+        turns = Turns(slots, Runtime(**parts), self.ledger, lane_bytes)
         try:
-            yield TurnNode(engine, slots, turns)
+            yield TurnNode(engine, slots, turns, base)
         finally:
             turns.close()
             slots.close()

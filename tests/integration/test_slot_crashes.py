@@ -1,0 +1,94 @@
+"""A node whose save fails or is cut off, at each of its file operations: base, memory, answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpu_worker.serving.ledger import Category, Ledger
+from gpu_worker.serving.slot_events import SlotEventKind
+from tests.identities import A
+from tests.integration.slot_world import MOST, Crash, Disk
+from tests.integration.turn_world import Answer, TurnNode, TurnWorld, context_make
+
+pytestmark = pytest.mark.torch
+
+PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> TurnWorld:
+    return TurnWorld(tmp_path / "slots", whole=True)
+
+
+def ledger_check(node: TurnNode, ledger: Ledger, pages: int = 0) -> None:
+    """What the ledger says is what lies there, and ``pages`` bytes of restored ones."""
+    taken, there = ledger.taken(), node.taken()
+    assert taken[Category.BASE] == there["base"]
+    assert taken[Category.ADAPTER] + taken[Category.WORKSPACE] == there["bank"]
+    assert taken[Category.KV] == there["lanes"] + there["blocks"] + pages
+    assert node.engine.references == 0
+
+
+def next_turn(node: TurnNode, ledger: Ledger, prompt: tuple[int, ...]) -> Answer:
+    """The session's next turn, with a look at the memory at each stage."""
+    turn = node.turns.begin(context_make(A))
+    ledger_check(node, ledger, 0 if turn.lane_state is None else turn.lane_state.size)
+    turn.release()
+    ledger_check(node, ledger)
+    answer = node.turn(A, prompt)
+    assert answer.same(node.run(A, prompt))
+    node.saved()
+    ledger_check(node, ledger)
+    return answer
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError])
+@pytest.mark.parametrize("at", range(1, MOST + 1))
+def test_a_node_whose_save_fails_goes_on_with_the_same_base_and_memory(
+    world: TurnWorld, monkeypatch: pytest.MonkeyPatch, at: int, error: type[Exception]
+) -> None:
+    with world.node() as node:
+        base = node.base_digest()
+        first = node.turn(A, PROMPT)
+        turn = node.turns.begin(context_make(A))
+        prompt = (*PROMPT, *first.tokens, 3)
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, at, error)
+            second = node.go_on(turn, A, prompt)
+            node.saved()
+        ledger_check(node, world.ledger)
+        assert disk.failed is (at < MOST)
+        assert disk.failed or SlotEventKind.NOT_SAVED not in [e.kind for e in world.events]
+        next_turn(node, world.ledger, (*prompt, *second.tokens, 4))
+        assert node.base_digest() == base
+    assert world.refusals() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("at", range(1, MOST + 1))
+def test_a_node_whose_save_was_cut_off_starts_again_with_the_same_base_and_memory(
+    world: TurnWorld, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    with world.node() as node:
+        base = node.base_digest()
+        first = node.turn(A, PROMPT)
+        turn = node.turns.begin(context_make(A))
+        prompt = (*PROMPT, *first.tokens, 3)
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, at, Crash)
+            second = node.go_on(turn, A, prompt)
+            # The thread that saves is gone as the process would be, or done.
+            node.turns.close()
+        assert disk.failed is (at < MOST)
+    with world.node() as node:
+        assert node.base_digest() == base
+        ledger_check(node, world.ledger)
+        longer = (*prompt, *second.tokens, 4)
+        reused = next_turn(node, world.ledger, longer).reused
+        # The page before or the new one, whole: all of its turn but the last token.
+        assert reused in {len(PROMPT) + len(first.tokens) - 1, len(longer) - 2}
+        assert disk.failed or reused == len(longer) - 2
+        assert node.base_digest() == base
+    assert world.refusals() == []
