@@ -109,7 +109,7 @@ class _Looked(Collector):
             queues.add_metric((name,), count)
         sizes = GaugeMetricFamily(
             "node_resident_bytes",
-            "Bytes taken now, not those reserved; KV: lanes, prefix blocks, restored pages",
+            "Bytes taken now, not those reserved; KV: lanes, prefix blocks, pages and saves",
             labels=("category",),
         )
         for name, size in self._looks.resident_bytes().items():

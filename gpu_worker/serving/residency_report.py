@@ -15,6 +15,7 @@ def residency_report(
 ) -> list[dict[str, Any]]:
     """One entry for each adapter that is here or was; one that is gone has no state.
 
+    ``swapIns`` are the loads after it had been unloaded, ``loads`` all since the node's start.
     ``residentBytes`` are its weights'; ``kvBytes`` those of the lanes that its requests run in and
     of the prefix blocks that are kept for it.
     """
@@ -41,6 +42,7 @@ def _entry(key: Key, item: Resident | None, numbers: AdapterNumbers) -> dict[str
         "residentBytes": 0 if item is None else item.size,
         "hits": numbers.hits,
         "loads": numbers.loads,
+        "swapIns": max(0, numbers.loads - 1),
         "loadFailures": numbers.load_failures,
         "loadSeconds": round(numbers.load_seconds, 4) if numbers.loads else None,
         "secondsPerToken": None if pace is None else round(pace, 6),

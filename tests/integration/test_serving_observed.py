@@ -335,6 +335,17 @@ def test_operators_see_each_adapter(world: HttpWorld) -> None:
     assert (gone["residentBytes"], gone["kvBytes"]) == (0, 0)
 
 
+def test_operators_see_how_often_an_adapter_came_back(world: HttpWorld) -> None:
+    first = next(iter(world.registry.artifacts))
+    for swap_ins in range(3):
+        world.complete(first)
+        (item,) = world.get("/v1/residency").json()["items"]
+        assert (item["loads"], item["swapIns"], item["hits"]) == (swap_ins + 1, swap_ins, 0)
+        until(world.idle)
+        world.node.residents.placement_lost(Key(sw.TENANT_ID, first))
+        until(lambda: not world.node.residents.residents())
+
+
 def test_a_session_whose_page_no_lane_takes_is_answered_cold_and_the_log_says_so(
     world: HttpWorld, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
