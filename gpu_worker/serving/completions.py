@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from gpu_worker.serving.adapter_load import BaseIdentity
@@ -134,7 +135,7 @@ class Completions:
         marks.loaded = time.time_ns()
         prompt, most = self._prompts.tokens(request.body, template, context.tenant_id)
         running.prompt_tokens = len(prompt)
-        turn = self._serving.turns.begin(context)
+        turn = self._serving.turns.begin(context, request.body.n)
         running.held.callback(turn.release)
         marks.queued = time.time_ns()
         return Job(
@@ -145,6 +146,8 @@ class Completions:
             tenant=context.tenant_id,
             lane_state=turn.lane_state,
             on_restore_failed=turn.on_restore_failed,
+            on_lane_filled=turn.on_lane_filled,
+            wants_lane_state=turn.wants_lane_state,
             on_lane_state=turn.on_lane_state,
         )
 
@@ -174,7 +177,8 @@ class Completions:
             running.go_check()
             one = replace(
                 job,
-                admit=lambda: self._admit(context, running),
+                # Not the job itself: it has the state, which goes when it is in its lanes.
+                admit=partial(self._admit, context, running, job.adapter),
                 on_end=running.less,
                 sampling=self._prompts.sampling(running.request.body, index),
                 # The session goes on with the first answer.
@@ -182,11 +186,13 @@ class Completions:
             )
             running.add(self._serving.engine.submit(one))
 
-    def _admit(self, context: RoutingContext, running: Running) -> None:
-        """What is checked again when a sequence leaves the queue."""
+    def _admit(self, context: RoutingContext, running: Running, adapter: Hashable) -> None:
+        """What is checked again when a sequence leaves the queue: nothing revoked begins."""
         if reason := self._serving.follower.stale_reason:
             raise UnavailableError(f"no new work is accepted: {reason}", retry_after=1)
         self._gate.recheck(context)
+        if isinstance(adapter, Key) and not self._serving.residents.usable(adapter):
+            raise DeniedError
         running.joined()
 
 

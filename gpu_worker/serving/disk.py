@@ -95,6 +95,10 @@ class Disk:
         """Every key that something is here of."""
         return {*self._store.keys(), *self._store.revocable_keys(), *self._slot_keys()}
 
+    def holds(self, key: Key) -> bool:
+        """True when something is here of a key."""
+        return self._store.holds(key) or key in self._slot_keys()
+
     def revocable(self, key: Key) -> tuple[Digest, ...]:
         """The digests of bytes and content that a key may be revoked by, as far as known."""
         return self._store.revocable(key)

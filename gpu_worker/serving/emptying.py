@@ -3,25 +3,27 @@
 A revoked one drains, is purged with its files, unloaded and acknowledged, and never comes back. A
 retired one drains and is unloaded; its files and slots stay. What a fault stops half way goes on
 from there: a revocation when heartbeat or list name it again, the other with the next heartbeat.
+A revocation of what is not here takes nothing, and is acknowledged when the heartbeat's answer says
+that the service waits for that.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from gpu_worker.serving import eviction
 from gpu_worker.serving.admission import AdapterHost, Clock
+from gpu_worker.serving.crew import Crew
 from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.eviction import Bounds, Held, NoRoomError, Reason, Unloads
 from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.ledger import Category
-from gpu_worker.serving.loading import Loaded, Loading
-from gpu_worker.serving.residency import Key, Residency, Resident, ResidentState
+from gpu_worker.serving.loading import Loading, Shelf
+from gpu_worker.serving.residency import Key, Resident, ResidentState
 from registry_service.domain.errors import UnavailableError
 from registry_service.trust.revocation_list import Revoked
 
@@ -29,9 +31,14 @@ _LOG = logging.getLogger(__name__)
 # An eviction that was planned may find its adapter in use again: then it is planned anew.
 _PLANS: Final = 8
 _REMEMBERED: Final = 4096
+_THREADS: Final = 2
+_LOOK_SECONDS: Final = 0.05
 
 Acknowledge = Callable[[Key, int, int], None]
-"""Tells the registry that a key is gone, the bytes that became free and the blocks purged."""
+"""Tells the registry that a key is gone, the bytes that became free and the blocks purged.
+
+It raises what kept the registry from hearing it.
+"""
 
 
 class Purges(Protocol):
@@ -53,20 +60,11 @@ class Holders:
 
 @dataclass(slots=True)
 class _Gone:
-    """What went of a revoked key so far: bytes of memory, and blocks."""
+    """What went of a revoked key so far: bytes of memory, and blocks; ``whole`` when all of it."""
 
     freed: int = 0
     purged: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """What a node holds, under one lock: filled by loads, used by requests, emptied here."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    table: Residency = field(default_factory=Residency)
-    loaded: dict[Key, Loaded] = field(default_factory=dict)
-    draining: set[Key] = field(default_factory=set)
+    whole: bool = False
 
 
 class Emptying:
@@ -96,28 +94,43 @@ class Emptying:
         # Why each retired one goes, until it has gone.
         self._retired: dict[Key, Reason] = {}
         self.unloads = Unloads(_REMEMBERED)
+        # What waits for requests that run takes no thread, and what waits for an answer no other's.
+        self._leaving = Crew("drain", _THREADS, self._changed, self._pause)
+        self._telling = Crew("acknowledge", 1, self._changed)
 
-    def revoke(self, key: Key, deadline_seconds: float | None) -> None:
-        """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller."""
+    def revoke(self, key: Key, deadline_seconds: float | None, *, owed: bool = False) -> None:
+        """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller.
+
+        Of what is not here nothing has to go: then it is acknowledged, if that is ``owed``.
+        """
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         with self._changed:
             self._table.revoke(key, deadline)
             self._changed.notify_all()
-            if key not in self._draining:
-                self._beside(key, self._drain)
+            known = self._table.state(key) is not None or key in self._loaded or key in self._gone
+        # Not under the lock, which requests need. From here on nothing of it comes any more.
+        here = known or self._disk.holds(key)
+        with self._changed:
+            if key in self._draining or not (here or owed):
+                return
+            gone = self._gone.setdefault(key, _Gone(whole=not here))
+            if gone.whole:
+                self._beside(self._telling, key, self._tell)
+            else:
+                self._beside(self._leaving, key, self._drain)
 
     def placement_lost(self, key: Key) -> None:
         """Other nodes hold this key now: unload it once nobody uses it, beside the caller."""
         with self._changed:
             if self._retire_begin(key, Reason.PLACEMENT_LOST):
-                self._beside(key, self._retire)
+                self._beside(self._leaving, key, self._retire)
 
     def go_on(self) -> None:
         """Unload what was retired and stayed because of a fault, beside the caller."""
         with self._changed:
             for key in tuple(self._retired):
                 if key not in self._draining:
-                    self._beside(key, self._retire)
+                    self._beside(self._leaving, key, self._retire)
 
     def listed_revoke(self) -> None:
         """Let go of whatever the revocation list names, by any of its digests."""
@@ -139,32 +152,44 @@ class Emptying:
             return None
         return max(0.0, (entry.cancel_at - self._now()).total_seconds())
 
-    def _beside(self, key: Key, let_go: Callable[[Key], object]) -> None:
-        """Let go of a key on a thread of its own, the only one that does."""
+    def _beside(self, crew: Crew, key: Key, work: Callable[[Key], object]) -> None:
+        """Have something done for a key on a crew's thread, the only one that does."""
         self._draining.add(key)
         try:
-            threading.Thread(target=let_go, args=(key,), name="drain", daemon=True).start()
+            crew.ask(key, work)
         except Exception:  # noqa: BLE001 - it is refused from now on; the next call lets it go
             self._draining.discard(key)
             _LOG.exception("%s: letting go cannot begin", key.digest)
 
     def _drain(self, key: Key) -> None:
+        """Let go of a revoked key that nobody uses any more, then say so."""
         try:
             with self._changed:
-                gone = self._gone.setdefault(key, _Gone())
-                self._wait_while_loading(key)
-                loaded = key in self._loaded
-                if loaded:
-                    self._wait_drained(key)
-                    gone.freed = self._loaded[key].admitted.size
+                gone = self._gone[key]
+                loaded = self._loaded.get(key)
+                if loaded is not None:
+                    gone.freed = loaded.admitted.size
             self._purge(key, gone)
-            if loaded:
+            if loaded is not None:
                 self._unload(key, Reason.REVOKED)
+            gone.whole = True
             _LOG.info("%s: gone, %d bytes and %d blocks", key.digest, gone.freed, gone.purged)
-            self._acknowledge(key, gone.freed, gone.purged)
-            self._gone.pop(key)
         except Exception:  # noqa: BLE001 - heartbeat and list name it again: it goes on
             _LOG.exception("%s: letting go failed", key.digest)
+            with self._changed:
+                self._draining.discard(key)
+            return
+        with self._changed:
+            self._beside(self._telling, key, self._tell)
+
+    def _tell(self, key: Key) -> None:
+        """Acknowledge what went. Who does not hear it names the key again with a heartbeat."""
+        try:
+            gone = self._gone[key]
+            self._acknowledge(key, gone.freed, gone.purged)
+            del self._gone[key]
+        except Exception:  # noqa: BLE001 - heartbeat and list name it again: it goes on
+            _LOG.exception("%s: not acknowledged", key.digest)
         finally:
             with self._changed:
                 self._draining.discard(key)
@@ -192,20 +217,24 @@ class Emptying:
             self.unloads.count(key, reason)
         _LOG.info("%s: unloaded, %d bytes: %s", key.digest, freed, reason)
 
-    def _wait_drained(self, key: Key) -> None:
-        while self._table.state(key) is ResidentState.DRAINING and not self._table.drained(key):
-            deadline = self._table.deadline(key)
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                _LOG.info("%s: %d requests cancelled", key.digest, self._engine.cancel(key))
-                # One that was between its lease and the engine comes after: look again.
-                self._changed.wait(0.05)
-                continue
-            self._changed.wait(left)
+    def _pause(self, key: Key) -> float | None:
+        """How long a key waits still for its load to end, then for those who use it.
 
-    def _wait_while_loading(self, key: Key) -> None:
-        while self._table.state(key) is ResidentState.LOADING:
-            self._changed.wait()
+        From its deadline on they are cancelled.
+        """
+        state = self._table.state(key)
+        if state is ResidentState.LOADING:
+            return None
+        if state is not ResidentState.DRAINING or self._table.drained(key):
+            return 0.0
+        deadline = self._table.deadline(key)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is None or left > 0:
+            return left
+        if cancelled := self._engine.cancel(key):
+            _LOG.info("%s: %d requests cancelled", key.digest, cancelled)
+        # One that was between its lease and the engine comes after: look again.
+        return _LOOK_SECONDS
 
     def room_make(self, key: Key, need: int, bounds: Bounds) -> None:
         """Unload what has to go before ``need`` bytes of a key fit."""
@@ -255,11 +284,10 @@ class Emptying:
         return True
 
     def _retire(self, key: Key) -> bool:
-        """Unload a retired key once nobody uses it. Its files and slots stay: it may come back."""
+        """Unload a retired key that nobody uses. Its files and slots stay: it may come back."""
         try:
             with self._changed:
                 reason = self._retired[key]
-                self._wait_drained(key)
             self._unload(key, reason)
             self._disk.used(key)
         except Exception:  # noqa: BLE001 - it serves nobody; the next heartbeat goes on with it

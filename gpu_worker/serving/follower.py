@@ -8,6 +8,7 @@ get it in time refuses new work.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -25,11 +26,11 @@ from registry_service.domain.errors import (
     MalformedError,
     NotFoundError,
     RegistryError,
-    UnavailableError,
 )
 
 _LOG = logging.getLogger(__name__)
 _REVOKED: Final = frozenset({"artifact.revoked", "revocation.hastened"})
+_HEARTBEAT: Final = "heartbeat"
 _RETRY_SECONDS: Final = 1.0
 # Of a list's life between two looks at it: many tries before the alarm at half of it.
 _REFRESH_AT: Final = 0.05
@@ -55,6 +56,8 @@ class Follower:
         self._index = store.feed_index()
         self._lease_seconds = float(limits.NODE_LEASE_SECONDS)
         self._refresh_now = threading.Event()
+        self._beat_now = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._alarmed = 0
         self._stopping = threading.Event()
 
@@ -72,15 +75,24 @@ class Follower:
         """Follow feed, lease and list from now on."""
         for name, step in (
             ("feed", lambda: self.feed_read(residents, self._feed_wait)),
-            ("heartbeat", lambda: self._heartbeat_step(residents)),
+            (_HEARTBEAT, lambda: self._heartbeat_step(residents)),
             ("revocation list", lambda: self._list_step(residents)),
         ):
-            threading.Thread(target=self._loop, args=(name, step), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._loop, args=(name, step), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """End the threads; one that waits for an answer ends with the process."""
         self._stopping.set()
         self._refresh_now.set()
+        self._beat_now.set()
+
+    def quiet_wait(self, seconds: float) -> None:
+        """After ``stop``: wait until the last heartbeat is answered, which renews leases."""
+        for thread in self._threads:
+            if thread.name == _HEARTBEAT:
+                thread.join(seconds)
 
     def reconcile(self, residents: Residents) -> None:
         """Compare what is resident and what lies in the store with what is approved.
@@ -96,7 +108,7 @@ class Follower:
         answer = self._client.node_heartbeat(self._node, self._index, residents.report())
         for item in answer["revocations"]:
             key = Key(UUID(item["tenantId"]), digest_parse(item["adapterDigest"]))
-            residents.revoke(key, item["deadlineSeconds"])
+            residents.revoke(key, item["deadlineSeconds"], owed=True)
         for item in answer["lostPlacements"]:
             key = Key(UUID(item["tenantId"]), digest_parse(item["adapterDigest"]))
             residents.placement_lost(key)
@@ -142,19 +154,13 @@ class Follower:
             self._store.feed_index_write(self._index)
 
     def acknowledge(self, key: Key, freed: int, purged: int) -> None:
-        """Say that a key is gone, until it is heard or nobody waits for it."""
-        while not self._stopping.is_set():
-            try:
-                self._client.node_acknowledge(
-                    self._node, str(key.tenant_id), key.digest, freed, purged
-                )
-            except NotFoundError:
-                return
-            except UnavailableError as error:
-                _LOG.warning("acknowledgement: %s", error.message)
-                self._stopping.wait(_RETRY_SECONDS)
-            else:
-                return
+        """Say that a key is gone; whether somebody waits for it, the registry knows.
+
+        Raises:
+            RegistryError: it was not heard. The heartbeat's answer names the key again.
+        """
+        with contextlib.suppress(NotFoundError):
+            self._client.node_acknowledge(self._node, str(key.tenant_id), key.digest, freed, purged)
 
     def _handle(self, event: dict[str, Any], residents: Residents) -> bool:
         """Act on an event; False when it is one of a revocation and cannot be read."""
@@ -168,10 +174,14 @@ class Follower:
             return False
         residents.revoke(key, deadline)
         self._refresh_now.set()
+        # An old event, of before this node was there, waits for nobody: the answer says which does.
+        self._beat_now.set()
         return True
 
     def _heartbeat_step(self, residents: Residents) -> None:
-        if not self._stopping.wait(self._lease_seconds / 3):
+        self._beat_now.wait(self._lease_seconds / 3)
+        self._beat_now.clear()
+        if not self._stopping.is_set():
             self.heartbeat(residents)
 
     def _list_step(self, residents: Residents) -> None:

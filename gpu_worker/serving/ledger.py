@@ -119,7 +119,12 @@ class Ledger:
             LedgerFullError: more than is free.
         """
         reservation = self.reserve(category, size, owner)
-        reservation.commit(size)
+        try:
+            reservation.commit(size)
+        except BaseException:
+            # Whatever stopped it, nobody else could give this back.
+            reservation.release()
+            raise
         return reservation
 
     def pool(self, category: Category, size: int, parts: Parts) -> None:

@@ -1,7 +1,8 @@
 """The load queue: bounded, one load for each digest, fair between tenants, off the model's thread.
 
 Whoever needs an adapter joins its ticket; the tickets of a tenant wait in their order, and the
-tenants take turns. A digest whose loads fail again and again is left alone for a growing while.
+tenants take turns. A ticket that nobody waits for any more is dropped, unless it runs. A digest
+whose loads fail again and again is left alone for a growing while.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
@@ -50,13 +52,14 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How many tickets wait, how many sequences in all and of a tenant, how often a tenant loads.
+    """How many tickets wait in all and of a tenant, how many sequences, how often a tenant loads.
 
     Each request that waits has a thread: in all it is far fewer than there are, so that whoever
     waits for no adapter finds one.
     """
 
     tickets: int = limits.LOAD_QUEUE
+    tickets_tenant: int = limits.TENANT_LOAD_QUEUE
     waiting: int = limits.LOAD_WAITS
     waiting_tenant: int = limits.TENANT_LOAD_WAITS
     waiting_each: int = limits.ADAPTER_SEQUENCES
@@ -137,10 +140,24 @@ class LoadQueue:
             ticket.waiting += sequences
             return ticket
 
-    def leave(self, ticket: Ticket, sequences: int = 1) -> None:
-        """Do not wait any longer; the load goes on."""
+    def leave(self, ticket: Ticket, sequences: int = 1) -> bool:
+        """Do not wait any longer; True when the ticket was dropped with that, and never runs.
+
+        A load that runs goes on: what it has done so far is of use to the next.
+        """
         with self._changed:
             ticket.waiting -= sequences
+            if ticket.waiting:
+                return False
+            tenant_id = ticket.load.key.tenant_id
+            tickets = self._queued.get(tenant_id)
+            if tickets is None or ticket not in tickets:
+                return False
+            tickets.remove(ticket)
+            if not tickets:
+                del self._queued[tenant_id]
+            del self._open[ticket.load.key]
+            return True
 
     def settle(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A load came to its end: its ticket is closed, and whoever waits for it wakes.
@@ -177,6 +194,12 @@ class LoadQueue:
             )
         if sum(len(tickets) for tickets in self._queued.values()) >= self._bounds.tickets:
             raise UnavailableError("too many adapters wait to be loaded on this node")
+        if len(self._queued.get(key.tenant_id, ())) >= self._bounds.tickets_tenant:
+            raise TooManyRequestsError(
+                f"expected at most {self._bounds.tickets_tenant} adapters of this tenant that wait "
+                "to be loaded",
+                retry_after=1,
+            )
         self._waiting_check(key, 0, sequences)
         if paced and (pause := self._bucket.take(key.tenant_id, now)) > 0:
             raise TooManyRequestsError(
@@ -227,6 +250,22 @@ class LoadQueue:
                 _LOG.exception("%s: the load ended with a fault", ticket.load.key.digest)
             finally:
                 self.settle(ticket, RuntimeError("the load came to no end"))
+
+
+@contextmanager
+def plainly(key: Key) -> Iterator[None]:
+    """What a part of the system says of itself, with addresses and paths, is for the log alone.
+
+    Raises:
+        UnavailableError: in words for whoever asked for this key.
+    """
+    try:
+        yield
+    except UnavailableError as error:
+        _LOG.warning("%s: %s", key.digest, error.message)
+        raise UnavailableError(
+            "the adapter cannot be fetched now", retry_after=error.retry_after or 1
+        ) from error
 
 
 def outcome_of(error: BaseException) -> RegistryError:

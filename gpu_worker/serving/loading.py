@@ -7,48 +7,29 @@ Memory is reserved before a byte is read, and the place in the pool is taken bef
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 from uuid import UUID
 
 from gpu_worker.serving.admission import Admission, Admitted
 from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.eviction import Bounds
 from gpu_worker.serving.ledger import Category, LedgerFullError, Reservation
-from gpu_worker.serving.loader import Load
+from gpu_worker.serving.loader import Load, plainly
 from gpu_worker.serving.memory import Ledgers
 from gpu_worker.serving.options import LoadLimits
-from gpu_worker.serving.residency import Key
+from gpu_worker.serving.placements import Placements, Registry
+from gpu_worker.serving.residency import Key, Residency
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
-from registry_service.domain.errors import (
-    ConflictError,
-    RefusedError,
-    UnavailableError,
-)
+from registry_service.domain.errors import RefusedError, UnavailableError
 from registry_service.trust.verdict import VerdictClaims
-
-_LOG = logging.getLogger(__name__)
 
 MakeRoom = Callable[[Key, int, Bounds], None]
 """Unloads what has to go before a key's bytes fit; raises UnavailableError when they cannot."""
-
-
-class Registry(Protocol):
-    """Issues the leases under which a node holds an adapter."""
-
-    def placement_take(self, node: str, tenant: str, digest: str) -> dict[str, object]:
-        """Raises ConflictError when as many nodes hold it as it declares."""
-        ...
-
-    def placement_release(self, node: str, tenant: str, digest: str) -> None:
-        """The node does not hold it any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +39,16 @@ class Loaded:
     admitted: Admitted
     reservation: Reservation
     undo: ExitStack
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What a node holds, under one lock: filled by loads, used by requests, emptied."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    table: Residency = field(default_factory=Residency)
+    loaded: dict[Key, Loaded] = field(default_factory=dict)
+    draining: set[Key] = field(default_factory=set)
 
 
 class Loading:
@@ -74,9 +65,8 @@ class Loading:
     ) -> None:
         self.memory = memory
         self.limits = load_limits
+        self.placements = Placements(registry, node)
         self._admission = admission
-        self._registry = registry
-        self._node = node
         # Two loads that look for room at once would both count on the same bytes.
         self._planning = threading.Lock()
 
@@ -90,11 +80,13 @@ class Loading:
         key = load.key
         # A load that failed may have weights left that the engine did not let go of then.
         self._admission.detach(key)
-        claims = self.verdict(load.tenant, load.adapter, key.digest, key.tenant_id)
+        with plainly(key):
+            claims = self.verdict(load.tenant, load.adapter, key.digest, key.tenant_id)
         with ExitStack() as undo:
-            self._placement_take(load)
-            undo.callback(self._placement_release, load.tenant, key)
-            size = self._admission.size(claims)
+            self.placements.take(load.tenant, key)
+            undo.callback(self.placements.release, key)
+            with plainly(key):
+                size = self._admission.size(claims)
             if size > self.limits.adapter_bytes:
                 raise RefusedError(
                     f"adapter: expected at most {self.limits.adapter_bytes} bytes, got {size}"
@@ -105,7 +97,8 @@ class Loading:
                 undo.callback(disk.forget, key)
                 undo.callback(self._admission.detach, key)
                 disk.room_make(key, size)
-                admitted = self._admission.load(claims, self.limits.rank)
+                with plainly(key):
+                    admitted = self._admission.load(claims, self.limits.rank)
             reservation.commit(admitted.size)
             return Loaded(admitted, reservation, undo.pop_all())
 
@@ -129,7 +122,7 @@ class Loading:
         """
         self._admission.detach(key)
         loaded.reservation.release()
-        self._placement_release(loaded.admitted.claims.tenant, key)
+        self.placements.release(key)
         return loaded.admitted.size
 
     @property
@@ -158,18 +151,3 @@ class Loading:
                 return memory.device.reserve(Category.ADAPTER, row, key)
             except LedgerFullError as error:
                 raise UnavailableError(f"the node is full: {error}") from error
-
-    def _placement_take(self, load: Load) -> None:
-        try:
-            self._registry.placement_take(self._node, load.tenant, load.key.digest)
-        except ConflictError as error:
-            raise UnavailableError(
-                f"no place for another replica: {error.message}",
-                retry_after=limits.NODE_LEASE_SECONDS,
-            ) from error
-
-    def _placement_release(self, tenant: str, key: Key) -> None:
-        try:
-            self._registry.placement_release(self._node, tenant, key.digest)
-        except Exception as error:  # noqa: BLE001 - the lease ends by itself: nobody renews it
-            _LOG.warning("%s: placement not released: %r", key.digest, error)

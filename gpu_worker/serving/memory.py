@@ -106,7 +106,13 @@ def context_bytes(device: str) -> int:
 
 
 def device_bytes(device: str) -> int:
-    """Bytes that the driver counts as taken on a CUDA device, which this process has alone."""
+    """Bytes that the driver counts as taken on a CUDA device.
+
+    They are this process's only where it has the device alone, which a node is deployed with: the
+    driver counts whatever anyone took, and torch's own figures (``memory_reserved``) leave out the
+    context, cuBLAS and whatever else is taken beside its allocator. A figure for each process comes
+    from NVML alone, which knows processes by ids that a container does not see.
+    """
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return int(total) - int(free)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
@@ -38,11 +38,12 @@ from gpu_worker.serving.turns import Runtime, Turns, library_versions
 from gpu_worker.serving.usage_report import UsageReport
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 from registry_service.client import RegistryClient
-from registry_service.domain.errors import (
-    RefusedError,
-)
+from registry_service.domain.errors import RefusedError
 
 _LOG = logging.getLogger(__name__)
+# Together with what else is asked of the registry at the end, far less than a stop may take.
+_HEARTBEAT_SECONDS: Final = 2.0
+_RELEASE_SECONDS: Final = 5.0
 
 
 class Node:
@@ -92,6 +93,7 @@ class Node:
             base_unchanged=BaseWatch(Unchanged(loaded.parameters), self.engine.stop),
         )
         loading = Loading(admission, self.ledgers, client, node=self.name, load_limits=load_limits)
+        self.placements = loading.placements
         metrics = Metrics(Looks(self._queues, self._resident_bytes, self._unloads))
         self.statistics = AdapterStatistics(metrics)
         slot_log = partial(
@@ -162,11 +164,15 @@ class Node:
         self.usage.start()
 
     def stop(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; what this node held others may hold from then on."""
         self.follower.stop()
         self.residents.stop()
         self.audit.stop()
         self.engine.stop()
+        # Nothing of it serves any more: others may hold what it held, at once. A heartbeat that is
+        # still under way would take the leases back.
+        self.follower.quiet_wait(_HEARTBEAT_SECONDS)
+        self.placements.close(_RELEASE_SECONDS)
         self.usage.stop()
         self.turns.close()
         self.slots.close()

@@ -75,7 +75,7 @@ _LIMITS: Final = (
     ("--max-rank", limits.RANK, limits.NODE_RANK, "largest rank; every adapter pays for it"),
     ("--max-adapter-mib", limits.WEIGHT_BYTES // limits.MIB, 4096, "largest adapter's files"),
     ("--max-sequences", 4096, limits.ADAPTER_SEQUENCES, "requests at once on one adapter"),
-    ("--max-tenant-adapters", 4096, limits.TENANT_ADAPTERS, "a tenant's resident adapters"),
+    ("--max-tenant-adapters", 4096, 0, "a tenant's resident adapters; default: half of the node's"),
     ("--max-tenant-mib", 64 * limits.MIB, 0, "a tenant's resident bytes; default: all there are"),
     ("--max-tenant-loads", 6000, limits.TENANT_LOADS_PER_MINUTE, "a tenant's loads a minute"),
 )
@@ -159,7 +159,7 @@ def _limits(given: argparse.Namespace) -> LoadLimits:
         rank=given.max_rank,
         adapter_bytes=given.max_adapter_mib * limits.MIB,
         sequences=given.max_sequences,
-        tenant_adapters=given.max_tenant_adapters,
+        tenant_adapters=given.max_tenant_adapters or max(1, given.max_adapters // 2),
         tenant_bytes=given.max_tenant_mib * limits.MIB,
         queue=QueueLimits(waiting_each=given.max_sequences, per_minute=given.max_tenant_loads),
     )

@@ -83,6 +83,11 @@ class Residency:
         """True from the moment the revocation was heard of."""
         return key in self._revoked
 
+    def usable(self, key: Key) -> bool:
+        """True when whoever has a reference may begin: it is attached and not revoked."""
+        attached = {ResidentState.SERVING, ResidentState.DRAINING}
+        return key not in self._revoked and self.state(key) in attached
+
     def load_begin(self, key: Key) -> None:
         """Start loading. Raises ResidencyError when it is revoked or resident."""
         if key in self._revoked:

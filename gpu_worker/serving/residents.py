@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
-from gpu_worker.serving.admission import AdapterHost, Admitted, Clock, RevokedBytesError
+from gpu_worker.serving.admission import AdapterHost, Clock
 from gpu_worker.serving.disk import Disk, Slots
-from gpu_worker.serving.emptying import Acknowledge, Emptying, Holders, Purges, Shelf
+from gpu_worker.serving.emptying import Acknowledge, Emptying, Holders, Purges
 from gpu_worker.serving.eviction import Reason
+from gpu_worker.serving.filling import Filling, Watch
 from gpu_worker.serving.held_list import HeldList
-from gpu_worker.serving.loader import Load, LoadQueue, Ticket
-from gpu_worker.serving.loading import Loaded, Loading
+from gpu_worker.serving.loader import Load
+from gpu_worker.serving.loading import Loading, Shelf
 from gpu_worker.serving.residency import Key, ResidencyError, Resident, ResidentState
 from gpu_worker.serving.store import NodeStore
 from registry_service.domain import limits
@@ -25,28 +25,10 @@ from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
-    RegistryError,
     TooManyRequestsError,
-    UnavailableError,
 )
 
 _LOG = logging.getLogger(__name__)
-
-
-class Watch(Protocol):
-    """Hears of loads and uses."""
-
-    def hit(self, key: Key) -> None:
-        """A request found it resident."""
-        ...
-
-    def loaded(self, key: Key, seconds: float) -> None:
-        """It was loaded."""
-        ...
-
-    def load_failed(self, key: Key) -> None:
-        """A load failed."""
-        ...
 
 
 class Lease:
@@ -91,14 +73,14 @@ class Residents:
         self._loading = loading
         self._store = store
         self._now = now
-        self._watches: list[Watch] = []
         shelf = Shelf()
         self._changed, self._table = shelf.changed, shelf.table
         self._loaded, self._draining = shelf.loaded, shelf.draining
         self._disk = Disk(store, slots, lambda: {item.key for item in self.residents()})
         holders = Holders(acknowledge, self._disk, purges)
         self._emptying = Emptying(shelf, loading, engine, held, holders, now=now)
-        self._queue = LoadQueue(self._load, loading.limits.queue, elapsed=time.monotonic)
+        self._filling = Filling(shelf, loading, self._disk, self._emptying)
+        self._queue, self._watches = self._filling.queue, self._filling.watches
 
     def watch(self, watch: Watch) -> None:
         """Tell of loads and uses from now on."""
@@ -131,16 +113,17 @@ class Residents:
         key = Key(tenant_id, digest)
         with self._changed:
             if self._table.state(key) is ResidentState.SERVING:
-                self._use_check(self._loaded[key].admitted, tenant, adapter, template)
+                self._use_check(key, tenant, adapter, template)
                 # Told first: with the references nothing comes between them and who returns them.
                 for watch in self._watches:
                     watch.hit(key)
                 return self._lease(key, sequences)
-            ticket = self._ticket(Load(key, tenant, adapter), sequences)
-        lease = self._wait(ticket, sequences, self._loading.limits.queue.wait_seconds)
+            ticket = self._filling.ticket(Load(key, tenant, adapter), sequences)
+        self._filling.wait(ticket, sequences, self._loading.limits.queue.wait_seconds)
+        lease = self._held_lease(key, sequences)
         try:
             with self._changed:
-                self._use_check(self._loaded[key].admitted, tenant, adapter, template)
+                self._use_check(key, tenant, adapter, template)
         except BaseException:
             # Nobody else would give these references back.
             lease.release()
@@ -158,14 +141,24 @@ class Residents:
         with self._changed:
             if self._table.state(key) is ResidentState.SERVING:
                 return key
-            ticket = self._ticket(Load(key, tenant, adapter), 1, paced=False)
-        self._wait(ticket, 1, None).release()
+            ticket = self._filling.ticket(Load(key, tenant, adapter), 1, paced=False)
+        self._filling.wait(ticket, 1, None)
+        self.released(key, 1)
         return key
 
     def serving(self, key: Key) -> bool:
         """True when requests for this key are accepted."""
         with self._changed:
             return self._table.state(key) is ResidentState.SERVING
+
+    def usable(self, key: Key) -> bool:
+        """True when a sequence that a lease was given for may begin.
+
+        False from the moment that a revocation is heard of or the held list names it. What is only
+        retired waits for its leases, so that they go on.
+        """
+        with self._changed:
+            return self._table.usable(key) and self._emptying.listed(key) is None
 
     def released(self, key: Key, sequences: int) -> None:
         """A lease ended."""
@@ -192,9 +185,12 @@ class Residents:
             for key, state in found
         ]
 
-    def revoke(self, key: Key, deadline_seconds: float | None) -> None:
-        """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller."""
-        self._emptying.revoke(key, deadline_seconds)
+    def revoke(self, key: Key, deadline_seconds: float | None, *, owed: bool = False) -> None:
+        """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller.
+
+        ``owed``: the registry waits for the acknowledgement, also when nothing of it is here.
+        """
+        self._emptying.revoke(key, deadline_seconds, owed=owed)
 
     def listed_revoke(self) -> None:
         """Let go of whatever the revocation list names, by any of its digests."""
@@ -234,90 +230,6 @@ class Residents:
         with self._changed:
             return self._emptying.unloads.of(key)
 
-    def _ticket(self, load: Load, sequences: int, *, paced: bool = True) -> Ticket:
-        """A place among those who wait for a load."""
-        state = self._table.state(load.key)
-        if self._table.is_revoked(load.key):
-            raise NotFoundError("not found")
-        if state not in {None, ResidentState.LOADING}:
-            raise UnavailableError("the adapter is being unloaded", retry_after=1)
-        if state is not None:
-            return self._queue.join(load, sequences, paced=paced)
-        self._table.load_begin(load.key)
-        try:
-            return self._queue.join(load, sequences, paced=paced)
-        except BaseException:
-            # Whatever stopped it, nobody loads this key.
-            self._table.load_failed(load.key)
-            raise
-
-    def _wait(self, ticket: Ticket, sequences: int, seconds: float | None) -> Lease:
-        """The hold that comes with the end of a load."""
-        if not ticket.done.wait(seconds):
-            with self._changed:
-                if not ticket.done.is_set():
-                    self._queue.leave(ticket, sequences)
-                    raise UnavailableError("the adapter is still being loaded")
-        if ticket.error is not None:
-            raise ticket.error
-        return self._held_lease(ticket.load.key, sequences)
-
-    def _load(self, ticket: Ticket) -> None:
-        """Load what a ticket names; on any failure its entry is gone, and nothing is left."""
-        key, started = ticket.load.key, time.monotonic()
-        loaded: Loaded | None = None
-        try:
-            loaded = self._loading.load(ticket.load, self._emptying.room_make, self._disk)
-            self._serve(ticket, loaded)
-        except BaseException as error:
-            with self._changed:
-                loading = self._table.state(key) is ResidentState.LOADING
-            if not loading:
-                # It serves, or drains, and that was told: what came after it undoes nothing.
-                raise
-            self._load_failed(ticket, loaded, error)
-            return
-        seconds = time.monotonic() - started
-        _LOG.info("%s: loaded in %.2f s", key.digest, seconds)
-        for watch in self._watches:
-            watch.loaded(key, seconds)
-        self._emptying.trim(key)
-
-    def _serve(self, ticket: Ticket, loaded: Loaded) -> None:
-        key = ticket.load.key
-        with self._changed:
-            self._loaded[key] = loaded
-            entry = self._emptying.listed(key)
-            if entry is not None:
-                # A newer list came while this was loading: it goes from LOADING to DRAINING.
-                self.revoke(key, self._emptying.seconds_left(entry))
-            state = self._table.load_end(key, loaded.admitted.size, ticket.waiting)
-            serving = state is ResidentState.SERVING
-            self._queue.settle(ticket, None if serving else NotFoundError("not found"))
-            self._changed.notify_all()
-
-    def _load_failed(self, ticket: Ticket, loaded: Loaded | None, error: BaseException) -> None:
-        key = ticket.load.key
-        if not isinstance(error, RegistryError):
-            _LOG.error("%s: the load failed", key.digest, exc_info=error)
-        else:
-            _LOG.warning("%s: not loaded: %s", key.digest, error.message)
-        if loaded is not None:
-            try:
-                loaded.undo.close()
-            except Exception:  # noqa: BLE001 - whoever waits is told; its weights go the next time
-                _LOG.exception("%s: the load is not undone", key.digest)
-        with self._changed:
-            if isinstance(error, RevokedBytesError):
-                # What is here of it, its slots too, goes as if it had been resident.
-                self.revoke(key, None)
-            self._loaded.pop(key, None)
-            self._table.load_failed(key)
-            self._queue.settle(ticket, error)
-            self._changed.notify_all()
-        for watch in self._watches:
-            watch.load_failed(key)
-
     def _lease(self, key: Key, sequences: int) -> Lease:
         most = self.most_sequences
         running = next(r.references for r in self._table.residents() if r.key == key)
@@ -340,7 +252,12 @@ class Residents:
             self.released(key, sequences)
             raise
 
-    def _use_check(self, admitted: Admitted, tenant: str, adapter: str, template: Digest) -> None:
+    def _use_check(self, key: Key, tenant: str, adapter: str, template: Digest) -> None:
+        """What is asked of a resident before a request has it."""
+        if self._table.is_revoked(key) or self._emptying.listed(key) is not None:
+            # Also by a list that came just now, and has not been gone through yet.
+            raise NotFoundError("not found")
+        admitted = self._loaded[key].admitted
         claims = admitted.claims
         if (claims.tenant, claims.adapter) != (tenant, adapter):
             raise RefusedError("a routing context that names another tenant or adapter")

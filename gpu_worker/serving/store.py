@@ -60,10 +60,12 @@ class NodeStore:
             raise ConflictError(f"{root}: another node uses this store") from error
         except OSError as error:
             raise UnavailableError(f"{root}: cannot be used: {error.strerror}") from error
-        self._changed = threading.Lock()
         # Bytes by key, so that they are counted once; of files that are about to come, too.
         self._sizes: dict[Key, int] = {}
+        self._sizes_lock = threading.Lock()
         self._revocable = self._revocable_read()
+        # Never held while the disk is asked: every request looks at what may be revoked.
+        self._revocable_lock = threading.Lock()
         self._leftovers_remove()
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ class NodeStore:
     def stored(self) -> tuple[Stored, ...]:
         """What is pulled, or is about to be."""
         keys = self.keys()
-        with self._changed:
+        with self._sizes_lock:
             for key in keys:
                 if key not in self._sizes:
                     self._sizes[key] = _bytes_of(self.folder(key))
@@ -102,7 +104,7 @@ class NodeStore:
 
     def expect(self, key: Key, size: int) -> None:
         """Count ``size`` bytes of a key that is about to be pulled."""
-        with self._changed:
+        with self._sizes_lock:
             self._sizes[key] = size
 
     def touch(self, key: Key) -> None:
@@ -114,14 +116,21 @@ class NodeStore:
         """Bytes that are free on the folder's disk."""
         return shutil.disk_usage(self._root).free
 
+    def holds(self, key: Key) -> bool:
+        """True when there is something of a key, or may be: the disk does not say."""
+        try:
+            return bool(self.revocable(key)) or self.folder(key).exists()
+        except OSError:
+            return True
+
     def revocable(self, key: Key) -> tuple[Digest, ...]:
         """What a key may be revoked by beside its own digest; empty before it was proven."""
-        with self._changed:
+        with self._revocable_lock:
             return self._revocable.get(key, ())
 
     def revocable_keys(self) -> tuple[Key, ...]:
         """The keys that were proven, whether or not their files are here still."""
-        with self._changed:
+        with self._revocable_lock:
             return tuple(self._revocable)
 
     def revocable_write(self, key: Key, weights: Digest, content: Digest) -> None:
@@ -134,7 +143,7 @@ class NodeStore:
         if self.revocable(key) != digests:
             document = {"weightsDigest": weights, "contentDigest": content}
             self._write(self._revocable_path(key), canonical_json(document))
-            with self._changed:
+            with self._revocable_lock:
                 self._revocable[key] = digests
 
     def files_remove(self, key: Key) -> int:
@@ -150,8 +159,8 @@ class NodeStore:
                 size = _bytes_of(folder)
                 shutil.rmtree(folder)
         except OSError as error:
-            raise UnavailableError(f"{folder}: cannot be removed: {error.strerror}") from error
-        with self._changed:
+            raise _unavailable(folder, "removed", error) from error
+        with self._sizes_lock:
             self._sizes.pop(key, None)
         return size
 
@@ -166,8 +175,8 @@ class NodeStore:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise UnavailableError(f"{path}: cannot be removed: {error.strerror}") from error
-        with self._changed:
+            raise _unavailable(path, "removed", error) from error
+        with self._revocable_lock:
             self._revocable.pop(key, None)
         return size
 
@@ -203,7 +212,7 @@ class NodeStore:
         except FileNotFoundError:
             return 0, None
         except OSError as error:
-            raise UnavailableError(f"{path}: cannot be read: {error.strerror}") from error
+            raise _unavailable(path, "read", error) from error
         if not isinstance(known, dict) or set(known) != {"keyId", "number", "digest"}:
             raise MalformedError(f"{path}: expected keyId, number and digest; restore the file")
         if known["keyId"] != key_id:
@@ -246,7 +255,7 @@ class NodeStore:
             finally:
                 os.close(folder)
         except OSError as error:
-            raise UnavailableError(f"{target}: cannot be written: {error.strerror}") from error
+            raise _unavailable(target, "written", error) from error
 
     def _revocable_read(self) -> dict[Key, tuple[Digest, ...]]:
         found: dict[Key, tuple[Digest, ...]] = {}
@@ -274,6 +283,12 @@ class NodeStore:
         for key in self.keys():
             if key not in self._revocable:
                 shutil.rmtree(self.folder(key), ignore_errors=True)
+
+
+def _unavailable(path: Path, what: str, error: OSError) -> UnavailableError:
+    """A fault of the disk. Which path it was is logged: it may be another tenant's than is told."""
+    _LOG.error("%s: cannot be %s: %s", path, what, error.strerror)
+    return UnavailableError(f"a file of this node cannot be {what}; see the node's log")
 
 
 def _key_of(folder: Path) -> Key | None:

@@ -20,9 +20,10 @@ from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
 
 # The real main. ``stand_at`` a step says that it is reached, and stands, until the file "go" is
-# there; ``fake`` is the registry, which knows one adapter, ``digest``.
+# there; ``standing`` has a method do so before and after it. ``fake`` is the registry, which knows
+# one adapter, ``digest``, and outlives the node: who holds it stands in a file.
 BEFORE = """
-import shutil, sys, time
+import json, shutil, sys, time
 from pathlib import Path
 from tests.integration import serving_world as sw
 from gpu_worker.serving import startup
@@ -32,9 +33,31 @@ def stand_at(name):
         (root / "reached").write_text("")
         while True:
             time.sleep(1)
+def standing(kind, name, before, after="", when=lambda *_: True):
+    real = getattr(kind, name)
+    def stands(self, *arguments, **options):
+        wanted = when(self)
+        if wanted:
+            stand_at(before)
+        result = real(self, *arguments, **options)
+        if wanted:
+            stand_at(after)
+        return result
+    setattr(kind, name, stands)
+placed = root / "placed"
 class Client(sw.FakeRegistry):
     def __enter__(self): return self
     def __exit__(self, *_): return None
+    def placement_take(self, node, tenant, digest):
+        stand_at("place")
+        self.placements = json.loads(placed.read_text()) if placed.exists() else {}
+        answer = super().placement_take(node, tenant, digest)
+        placed.write_text(json.dumps(self.placements))
+        stand_at("placed")
+        return answer
+    def placement_release(self, *arguments):
+        super().placement_release(*arguments)
+        placed.write_text(json.dumps(self.placements))
 """
 AFTER = """
 shutil.rmtree(root / "keys", ignore_errors=True)
@@ -70,6 +93,7 @@ class KilledNode:
 
     def start(self) -> None:
         """Start it, and wait until it takes requests."""
+        (self.root / "reached").unlink(missing_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -92,6 +116,11 @@ class KilledNode:
         body = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 4, "temperature": 0}).encode()
         headers = {"Routing-Context": self.registry.context(body, self.digest)}
         return httpx.post(f"{self.url}/v1/completions", content=body, headers=headers, timeout=60)
+
+    def placements(self) -> dict[str, str]:
+        """Which node has a lease of which adapter, as the registry has it."""
+        path = self.root / "placed"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def kill_at_step(self) -> None:
         """Kill it where it stands, once it has reached the step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from gpu_worker.serving.engine import Engine
 from gpu_worker.serving.follower import Follower
 from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.ledger import Category, error_of
-from gpu_worker.serving.loader import QueueLimits
+from gpu_worker.serving.loader import Load, QueueLimits
 from gpu_worker.serving.loading import Loading
 from gpu_worker.serving.memory import Ledgers, ledgers_open, storages_bytes
 from gpu_worker.serving.options import LoadLimits
@@ -81,6 +83,20 @@ class LoadWorld:
             sequences=sequences,
         )
 
+    @contextmanager
+    def acquire_held(self, digest: Digest) -> Iterator[None]:
+        """A request that has its adapter for as long as this."""
+        lease = self.acquire(digest)
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def load(self, digest: Digest) -> Load:
+        """What the load queue is asked for."""
+        artifact = self.registry.artifacts[digest]
+        return Load(self.key(digest), artifact.tenant, artifact.adapter)
+
     def use(self, digest: Digest) -> None:
         """A request that comes and goes."""
         self.acquire(digest).release()
@@ -109,12 +125,15 @@ class LoadWorld:
         assert self.states() == {}
         assert self.node.ledgers.device.by_owner() == {}
         assert self.node.ledgers.host.by_owner() == {}
-        assert self.registry.placements == {}
+        # Leases are given back beside whoever lets go.
+        until(lambda: self.registry.placements == {})
         assert self.node.engine.references == 0
         for stack in bank.stacks.values():
             assert not stack.used
             assert not stack.a.any()
             assert not stack.b.any()
+            # Without DoRA a row multiplies by one.
+            assert stack.m.eq(1).all()
         assert parameters_digest(self.loaded.parameters) == self.loaded.parameters_digest
         self.ledger_check()
 

@@ -184,7 +184,7 @@ class ServingNode:
             purges=[self.engine],
             slots=[self.slots],
         )
-        self.base = base
+        self.base, self.placements = base, loading.placements
         self._closed = False
 
     def begin(self) -> None:
@@ -208,9 +208,11 @@ class ServingNode:
         self._close()
 
     def end(self) -> None:
-        """Stop following, and let go of everything."""
+        """Stop following, and let go of everything, as a node that is told to stop."""
         self.follower.stop()
         self.residents.stop()
+        self.follower.quiet_wait(5)
+        self.placements.close(5)
         self.client.close()
         self._close()
 

@@ -174,6 +174,10 @@ class FakeRegistry:
     artifacts: dict[Digest, Artifact] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     acknowledged: list[tuple[str, str, int]] = field(default_factory=list)
+    # Blocks that each acknowledgement named.
+    purged: list[int] = field(default_factory=list)
+    # What the registered node has not acknowledged, as its heartbeat is answered.
+    outstanding: dict[Digest, dict[str, Any]] = field(default_factory=dict)
     heartbeats: list[list[dict[str, Any]]] = field(default_factory=list)
     registered: list[tuple[str, str]] = field(default_factory=list)
     catalogs: list[bytes] = field(default_factory=list)
@@ -231,6 +235,12 @@ class FakeRegistry:
                 "body": {} if deadline is None else {"deadlineSeconds": deadline},
             }
         )
+        if self.registered:
+            self.outstanding[digest] = {
+                "tenantId": str(artifact.tenant_id),
+                "adapterDigest": digest,
+                "deadlineSeconds": deadline,
+            }
 
     def context(self, body: bytes, digest: Digest | None, **changes: Any) -> str:
         now = datetime.now(UTC)
@@ -346,7 +356,7 @@ class FakeRegistry:
         self.heartbeats.append(residents)
         return {
             "leaseSeconds": 15,
-            "revocations": self.overdue,
+            "revocations": [*self.overdue, *self.outstanding.values()],
             "lostPlacements": self.lost_placements,
         }
 
@@ -373,6 +383,8 @@ class FakeRegistry:
     ) -> None:
         self._reach()
         self.acknowledged.append((tenant_id, digest, freed_bytes))
+        self.purged.append(purged_blocks)
+        self.outstanding.pop(Digest(digest), None)
 
     def usage_report(self, node: str, run: str, items: list[dict[str, Any]]) -> None:
         self._reach()
@@ -402,11 +414,11 @@ class FakeRegistry:
             raise UnavailableError("the registry is down")
 
 
-def gate(registry: FakeRegistry, base: BaseIdentity) -> Gate:
+def gate(registry: FakeRegistry, base: BaseIdentity, node: str = NODE) -> Gate:
     """Who may ask the node, which began half a minute ago."""
     started = datetime.now(UTC) - timedelta(seconds=30)
     return Gate(
-        registry.trust(), base, node=NODE, started_at=started, now=lambda: datetime.now(UTC)
+        registry.trust(), base, node=node, started_at=started, now=lambda: datetime.now(UTC)
     )
 
 

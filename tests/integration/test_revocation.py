@@ -257,6 +257,47 @@ def test_a_purge_that_fails_is_tried_again_and_not_acknowledged(
         until(lambda: operator.artifact_show(TENANT, digest)["state"] == "REVOKED")
 
 
+def test_a_node_that_stops_leaves_its_place_to_another_at_once(
+    world: World, nodes: list[ServingNode], tmp_path: Path
+) -> None:
+    digest = world.admit(tmp_path / "a", declare={"max_replicas": 1})
+    old, new = nodes
+    for node in nodes:
+        node.follow()
+    assert old.accepts(digest)
+    with pytest.raises(UnavailableError, match="no place for another replica"):
+        new.lease(digest)
+    old.end()
+    assert new.accepts(digest)
+
+
+def test_old_revocations_are_acknowledged_only_where_the_service_waits_for_it(
+    world: World, background: Callable[[], None], nodes: list[ServingNode], tmp_path: Path
+) -> None:
+    digest = world.admit(tmp_path / "a")
+    background()
+    for node in nodes:
+        node.follow()
+    # Nothing of it is anywhere: both say so, and none of them purges anything for it.
+    revoke(world, digest)
+    with world.client("operator") as operator:
+        until(lambda: operator.artifact_show(TENANT, digest)["state"] == "REVOKED")
+        rows = operator.revocation_show(TENANT, digest)["nodes"]
+    assert {(row["node"], row["state"], row["freedBytes"]) for row in rows} == {
+        ("n-1", "ACKNOWLEDGED", 0),
+        ("n-2", "ACKNOWLEDGED", 0),
+    }
+    assert [node.engine.steps for node in nodes] == [[], []]
+    # A node that comes later reads of it in the log, and has nothing to say.
+    (later,) = rw.nodes_make(world, tmp_path, ["n-3"], tmp_path / "keys" / "trust.json")
+    later.follow()
+    until(lambda: later.follower.index == nodes[0].follower.index)
+    assert not later.residents.letting_go
+    assert not later.accepts(digest)
+    assert later.engine.steps == []
+    later.end()
+
+
 def test_a_second_revocation_with_a_deadline_cancels_what_the_first_let_run(
     world: World, background: Callable[[], None], nodes: list[ServingNode], tmp_path: Path
 ) -> None:

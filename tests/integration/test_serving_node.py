@@ -18,17 +18,20 @@ from fastapi.testclient import TestClient
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
 from gpu_worker.serving.base_load import LoadedBase, base_load
+from gpu_worker.serving.gate import DeniedError
 from gpu_worker.serving.openai_bodies import completion_parse
 from gpu_worker.serving.options import LoadLimits, Wanted
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.running import Running
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.web import app_build
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import (
     ConflictError,
     NotFoundError,
     RefusedError,
+    UnavailableError,
     UntrustedError,
 )
 from tests.integration import serving_world as sw
@@ -164,6 +167,7 @@ def test_whatever_is_not_allowed_gets_one_answer(world: World) -> None:
         world.send(body, context(body, known, base_digest=digest_of(b"x"))),
         world.send(body, context(body, known, tokenizer_digest=digest_of(b"x"))),
         world.send(body, context(body, known, chat_template_digest=digest_of(b"x"))),
+        world.send(body, context(body, None, chat_template_digest=digest_of(b"x"))),
         world.send(
             body,
             context(body, known, issued_at=past, expires_at=past + timedelta(seconds=50)),
@@ -320,6 +324,31 @@ def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None
     assert world.node.store.feed_index() == 1
     world.registry.artifacts[digest].revoked = False
     assert world.ask(digest).status_code == 403
+
+
+def test_what_was_revoked_while_it_waited_does_not_begin(world: World) -> None:
+    first = world.digests[0]
+    crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
+    waiting = world.start(first, 5)
+    world.registry.revoke(first)
+    until(lambda: not world.node.residents.usable(Key(sw.TENANT_ID, first)))
+    list(map(Running.cancel, crowd))
+    with pytest.raises(DeniedError):
+        list(waiting.generations[0].tokens())
+    until(lambda: bool(world.registry.acknowledged))
+
+
+def test_who_waited_for_longer_than_the_context_holds_is_told_to_ask_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
+    waiting = world.start(None, 5)
+    later = datetime.now(UTC) + timedelta(seconds=60)
+    monkeypatch.setattr(world.node.completions._gate, "_now", lambda: later)
+    list(map(Running.cancel, crowd))
+    with pytest.raises(UnavailableError, match="ask again") as refused:
+        list(waiting.generations[0].tokens())
+    assert refused.value.retry_after == 1
 
 
 def test_a_deadline_cancels(world: World) -> None:

@@ -28,6 +28,8 @@ PROGRAM = """
         if (root / "revoked").exists():
             if not self.artifacts[digest].revoked:
                 self.revoke(digest)
+            # The file says what is outstanding, also to the node that is started again.
+            self.outstanding.clear()
             owed = {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
             self.overdue = [] if (root / "acknowledged").exists() else [owed]
     def node_acknowledge(self, node, tenant_id, digest, freed, purged):
@@ -39,21 +41,12 @@ from gpu_worker.serving.admission import Admission
 from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.emptying import Emptying
 from gpu_worker.serving.store import NodeStore
-def standing(kind, name, before, after):
-    real = getattr(kind, name)
-    def stands(self, *arguments):
-        if (root / "revoked").exists():
-            stand_at(before)
-        result = real(self, *arguments)
-        if (root / "revoked").exists():
-            stand_at(after)
-        return result
-    setattr(kind, name, stands)
-standing(Emptying, "_drain", "drain", "")
-standing(Disk, "purge", "purge", "")
-standing(NodeStore, "remove", "slots removed", "")
-standing(NodeStore, "files_remove", "", "files removed")
-standing(Admission, "detach", "unload", "unloaded")
+revoked = lambda *_: (root / "revoked").exists()
+standing(Emptying, "_drain", "drain", when=revoked)
+standing(Disk, "purge", "purge", when=revoked)
+standing(NodeStore, "remove", "slots removed", when=revoked)
+standing(NodeStore, "files_remove", "", "files removed", revoked)
+standing(Admission, "detach", "unload", "unloaded", revoked)
 """
 # What lies on the disk still where the node was killed: files, what they are revoked by, pages.
 LEFT = {

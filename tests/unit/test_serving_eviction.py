@@ -19,6 +19,7 @@ from gpu_worker.serving.eviction import (
     trim,
 )
 from gpu_worker.serving.residency import Key
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 
 BOUNDS = Bounds(size=100, mark=90, adapters=10, tenant_size=200, tenant_adapters=10)
@@ -84,6 +85,15 @@ def test_a_tenants_own_limits_cost_its_own_adapters_only() -> None:
     busy = [held(A, 2, 10, idle=False), held(A, 3, 10, idle=False)]
     with pytest.raises(NoRoomError, match="the tenant's adapters"):
         room_make(busy, A, 1, tight)
+
+
+def test_a_tenant_with_as_much_in_use_as_it_may_leaves_others_their_places() -> None:
+    adapters, own = limits.NODE_ADAPTERS, limits.TENANT_ADAPTERS
+    bounds = Bounds(adapters, adapters, adapters, adapters + 1, own)
+    residents = [held(A, number, 1, idle=False) for number in range(own)]
+    with pytest.raises(NoRoomError, match="the tenant's adapters"):
+        room_make(residents, A, 1, bounds)
+    assert room_make(residents, B, 1, bounds) == []
 
 
 def test_above_the_mark_those_over_their_share_shrink_and_the_newest_stays() -> None:

@@ -9,8 +9,9 @@ from uuid import UUID
 
 import pytest
 
-from gpu_worker.serving.loader import Load, LoadQueue, QueueLimits, Ticket, outcome_of
+from gpu_worker.serving.loader import Load, LoadQueue, QueueLimits, Ticket, outcome_of, plainly
 from gpu_worker.serving.residency import Key
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import (
     NotFoundError,
@@ -162,6 +163,63 @@ def test_what_waits_is_counted_in_sequences() -> None:
         made.queue.leave(ticket, 8)
         assert ticket.waiting == 1
         assert made.queue.join(load(1, 0), 8) is ticket
+
+
+def test_a_ticket_that_nobody_waits_for_any_more_is_dropped_unless_it_runs() -> None:
+    with stand(tickets=3, tickets_tenant=3) as made:
+        running = made.queue.join(load(1, 0))
+        until(lambda: len(made.ran) == 1)
+        # A tenant that asks and goes, again and again, fills nothing.
+        for number in range(1, 10):
+            ticket = made.queue.join(load(1, number), 2)
+            assert not made.queue.leave(ticket)
+            assert made.queue.leave(ticket)
+            assert made.queue.queued == 0
+        assert not made.queue.leave(running)
+        kept = [made.queue.join(load(1, number)) for number in (1, 2)]
+        gone = made.queue.join(load(1, 3))
+        assert made.queue.leave(gone)
+        again = made.queue.join(load(1, 3))
+        assert again is not gone
+        made.let(4)
+        assert all(ticket.done.wait(10) for ticket in (running, *kept, again))
+        assert [key.digest for key in made.ran] == [load(1, n).key.digest for n in range(4)]
+        assert not gone.done.is_set()
+        assert not made.queue.leave(gone)
+
+
+def test_a_tenant_has_a_share_of_the_queue() -> None:
+    with stand(tickets=4, tickets_tenant=2) as made:
+        made.queue.join(load(1, 0))
+        until(lambda: len(made.ran) == 1)
+        first, _ = (made.queue.join(load(1, number)) for number in (1, 2))
+        with pytest.raises(TooManyRequestsError, match="at most 2 adapters of this tenant") as told:
+            made.queue.join(load(1, 3))
+        assert told.value.retry_after == 1
+        # Whoever needs one that waits already takes no place.
+        assert made.queue.join(load(1, 1)) is first
+        made.queue.join(load(2, 1))
+
+
+def test_by_default_one_tenant_leaves_the_others_their_places() -> None:
+    assert limits.TENANT_LOAD_QUEUE <= limits.LOAD_QUEUE // 2
+    assert limits.TENANT_LOAD_WAITS <= limits.LOAD_WAITS // 2
+    assert limits.TENANT_ADAPTERS <= limits.NODE_ADAPTERS // 2
+
+
+def test_who_waits_in_vain_hears_so_while_the_routing_context_holds() -> None:
+    assert QueueLimits().wait_seconds <= limits.ROUTING_CONTEXT_SECONDS - 10
+
+
+def test_what_a_part_says_of_itself_is_logged_and_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    key = load(1, 1).key
+    with pytest.raises(UnavailableError, match="cannot be fetched now") as told, plainly(key):
+        raise UnavailableError("no answer from http://registry.internal", retry_after=7)
+    assert "internal" not in told.value.message
+    assert told.value.retry_after == 7
+    assert "http://registry.internal" in caplog.text
 
 
 def test_a_load_that_ended_is_told_though_it_cannot_be_counted(

@@ -81,6 +81,12 @@ def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
     )
 
 
+@pytest.mark.parametrize(("adapters", "share"), [(1, 1), (2, 1), (9, 4), (64, 32)])
+def test_a_tenant_has_half_of_the_adapters_unless_it_is_said(adapters: int, share: int) -> None:
+    options = options_parse([*NEEDED, "--max-adapters", str(adapters)])
+    assert options.limits.tenant_adapters == share
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -8,8 +8,10 @@ from uuid import UUID
 
 import pytest
 
+from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.store import NodeStore, Stored
+from registry_service.domain import limits
 from registry_service.domain.canonical import canonical_json
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import ConflictError, UnavailableError
@@ -96,6 +98,35 @@ def test_a_record_that_cannot_be_written_is_none(
             folder.store.revocable_write(KEY, WEIGHTS, CONTENT)
     assert folder.store.revocable(KEY) == ()
     assert folder.restart().keys() == ()
+
+
+def test_a_fault_of_the_disk_names_no_path_to_whoever_asked(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bad(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    pulled = folder.pulled(KEY)
+    folder.store.revocable_write(KEY, WEIGHTS, CONTENT)
+    folder.store.list_mark_write("k", 1, CONTENT)
+    disk = Disk(folder.store, [], set)
+    monkeypatch.setattr(limits, "STORED_ADAPTERS", 1)
+    told = []
+    for target, ask in (
+        ("shutil.rmtree", lambda: disk.room_make(OTHER, 1)),
+        ("shutil.rmtree", lambda: folder.store.remove(KEY)),
+        ("pathlib.Path.rename", lambda: folder.store.revocable_write(OTHER, WEIGHTS, CONTENT)),
+        ("pathlib.Path.rename", lambda: folder.store.feed_index_write(1)),
+        ("pathlib.Path.read_bytes", lambda: folder.store.list_mark("k")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, bad)
+            with pytest.raises(UnavailableError, match="a file of this node cannot be") as caught:
+                ask()
+        told.append(caught.value.message)
+    for secret in (str(folder.root), str(KEY.tenant_id), pulled.name):
+        assert not any(secret in message for message in told)
+        assert secret in caplog.text
 
 
 def test_what_is_about_to_come_counts_and_what_went_does_not(folder: Folder) -> None:

@@ -25,7 +25,8 @@ from gpu_worker.serving.sequence import CANCELLED, EngineError, Job
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import RefusedError, UnavailableError
 from tests.integration import serving_world as sw
-from tests.integration.load_world import LoadWorld, adapters_publish, world_start
+from tests.integration.load_world import LIMITS, LoadWorld, adapters_publish, world_start
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
@@ -95,6 +96,35 @@ def test_a_row_that_is_half_written_is_empty_again(
     world.use(own[0])
 
 
+def test_a_multiplier_of_dora_goes_with_its_row(
+    base: ProvenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = sw.FakeRegistry(tmp_path / "registry", base)
+    (digest,) = adapters_publish(registry, tmp_path, 1, use_dora=True)
+    world = world_start(registry, tmp_path, base, LIMITS)
+    stacks = world.node.engine._runner.bank.stacks.values()
+    write, written = Stack.write, []
+
+    def failing(self: Stack, row: int, rows: Any) -> None:
+        write(self, row, rows)
+        written.append(float((self.m[row] - 1).abs().max()))
+        raise MemoryError
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Stack, "write", failing)
+            with pytest.raises(UnavailableError, match="not enough memory"):
+                world.acquire(digest)
+        assert max(written) > 0.01
+        world.clean()
+        world.use(digest)
+        assert any(stack.m.ne(1).any() for stack in stacks)
+        world.unload(digest)
+        world.clean()
+    finally:
+        world.node.stop()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_whatever_way_the_base_is_written_to_is_seen(dtype: torch.dtype) -> None:
     def made() -> tuple[tuple[str, torch.Tensor], ...]:
@@ -149,7 +179,7 @@ def test_a_load_that_changes_the_base_is_refused_and_nothing_runs_any_more(
     assert world.states() == {}
     assert world.node.engine.references == 0
     assert world.node.ledgers.device.by_owner() == {}
-    assert world.registry.placements == {}
+    until(lambda: world.registry.placements == {})
 
 
 def test_bytes_that_differ_are_fetched_again_once_and_then_refused(

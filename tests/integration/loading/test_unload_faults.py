@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_worker.serving import emptying
+from gpu_worker.serving import crew
 from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.eviction import Unloads
 from gpu_worker.serving.ledger import Reservation
@@ -26,7 +26,7 @@ pytestmark = [
 
 # Every step between the last request and the acknowledgement, in their order.
 UNLOAD: dict[str, Callable[[LoadWorld], tuple[object, str]]] = {
-    "thread": lambda _: (emptying.threading, "Thread"),
+    "thread": lambda _: (crew.threading, "Thread"),
     "drain": lambda _: (Residency, "drained"),
     "detach": lambda world: (world.node.engine, "detach"),
     "row": lambda _: (Stack, "clear"),
@@ -154,7 +154,7 @@ def test_a_load_whose_undoing_fails_too_holds_nobody_up(
         with pytest.raises(UnavailableError):
             world.acquire(own[0])
         assert world.states() == {}
-        assert world.registry.placements == {}
+        until(lambda: world.registry.placements == {})
         assert world.node.ledgers.device.by_owner() == {}
         world.use(own[0])
     world.unload(own[0])
