@@ -201,6 +201,8 @@ def node(root: Path, port: str) -> int:
     options += ["--name", sw.NODE, "--base", str(base.dir), "--port", port, "--device", "cpu"]
     options += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
     options += ["--max-adapters", str(ADAPTERS), "--max-rank", str(RANK)]
+    # One tenant asks, for all of them.
+    options += ["--max-tenant-adapters", str(ADAPTERS)]
     options += ["--max-running", str(CONCURRENT)]
     for digest in digests:
         options += ["--preload", f"{sw.TENANT}/{sw.ADAPTER}@{digest}"]

@@ -18,6 +18,7 @@ from typing import Any
 from bench.stand import process_start
 from tests.integration import revocation_world as rw
 from tests.integration.conftest import World
+from tests.waiting import until
 
 NODES, ROUNDS, GOAL_SECONDS = 8, 100, 1.0
 _POLL_SECONDS = 0.005
@@ -55,7 +56,7 @@ def _round(world: World, nodes: list[rw.ServingNode], digest: str) -> float:
     for node in nodes:
         node.lease(digest).release()
     # What the round before left to do is not measured here.
-    rw.until(lambda: not any(node.residents.letting_go for node in nodes))
+    until(lambda: not any(node.residents.letting_go for node in nodes))
     refused = [0.0] * len(nodes)
     watchers = [
         threading.Thread(target=_watch, args=(node, digest, refused, n))
