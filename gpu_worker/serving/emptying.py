@@ -17,10 +17,10 @@ from typing import Final, Protocol
 
 from gpu_worker.serving import eviction
 from gpu_worker.serving.admission import AdapterHost, Clock
-from gpu_worker.serving.crew import Crew
 from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.eviction import Bounds, Held, NoRoomError, Reason, Unloads
 from gpu_worker.serving.held_list import HeldList
+from gpu_worker.serving.keyed_executor import KeyedExecutor
 from gpu_worker.serving.ledger import Category
 from gpu_worker.serving.loading import Loading, Shelf
 from gpu_worker.serving.residency import Key, Resident, ResidentState
@@ -95,8 +95,8 @@ class Emptying:
         self._retired: dict[Key, Reason] = {}
         self.unloads = Unloads(_REMEMBERED)
         # What waits for requests that run takes no thread, and what waits for an answer no other's.
-        self._leaving = Crew("drain", _THREADS, self._changed, self._pause)
-        self._telling = Crew("acknowledge", 1, self._changed)
+        self._leaving = KeyedExecutor("drain", _THREADS, self._changed, self._pause)
+        self._telling = KeyedExecutor("acknowledge", 1, self._changed)
 
     def revoke(self, key: Key, deadline_seconds: float | None, *, owed: bool = False) -> None:
         """Refuse a key at once, then drain, purge, unload and acknowledge beside the caller.
@@ -152,11 +152,11 @@ class Emptying:
             return None
         return max(0.0, (entry.cancel_at - self._now()).total_seconds())
 
-    def _beside(self, crew: Crew, key: Key, work: Callable[[Key], object]) -> None:
-        """Have something done for a key on a crew's thread, the only one that does."""
+    def _beside(self, executor: KeyedExecutor, key: Key, work: Callable[[Key], object]) -> None:
+        """Have something done for a key on one of its threads, the only one that does."""
         self._draining.add(key)
         try:
-            crew.ask(key, work)
+            executor.submit(key, work)
         except Exception:  # noqa: BLE001 - it is refused from now on; the next call lets it go
             self._draining.discard(key)
             _LOG.exception("%s: letting go cannot begin", key.digest)

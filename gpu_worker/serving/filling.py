@@ -96,6 +96,7 @@ class Filling:
             loaded = self._loading.load(ticket.load, self._emptying.room_make, self._disk)
             self._serve(ticket, loaded)
         except BaseException as error:
+            # Whatever stopped it, who waits is told, and the load is undone.
             with self._changed:
                 loading = self._table.state(key) is ResidentState.LOADING
             if not loading:

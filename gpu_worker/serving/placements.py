@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import Final, Protocol
 
-from gpu_worker.serving.crew import Crew
+from gpu_worker.serving.keyed_executor import KeyedExecutor
 from gpu_worker.serving.loader import plainly
 from gpu_worker.serving.residency import Key
 from registry_service.domain import limits
@@ -42,7 +42,7 @@ class Placements:
         self._changed = threading.Condition()
         # The tenant's name by key.
         self._held: dict[Key, str] = {}
-        self._returns = Crew("placements", 1, self._changed)
+        self._returns = KeyedExecutor("placements", 1, self._changed)
         self._closed = False
 
     def take(self, tenant: str, key: Key) -> None:
@@ -77,7 +77,7 @@ class Placements:
             if tenant is None:
                 return
             try:
-                self._returns.ask(key, lambda _: self._give_back(tenant, key.digest))
+                self._returns.submit(key, lambda _: self._give_back(tenant, key.digest))
             except Exception as error:  # noqa: BLE001 - the lease ends by itself
                 _LOG.warning("%s: placement not released: %r", key.digest, error)
 

@@ -185,6 +185,7 @@ class _Asks:
                 turn.begun = True
                 return await self._answering.respond(running, turn.asked.trace)
             except BaseException:
+                # Raised again: whatever it was, nobody waits for an answer any more.
                 turn.caller.leave()
                 raise
             finally:

@@ -154,7 +154,8 @@ TENANT_ADAPTERS: Final = 8
 TENANT_LOADS_PER_MINUTE: Final = 60
 ADAPTER_MARK_PERCENT: Final = 90
 NODE_MEMORY_PERCENT: Final = 80
-LOAD_QUEUE: Final = 512
+# Loads of half a second each by two threads, within the time that is waited for one.
+LOAD_QUEUE: Final = 64
 TENANT_LOAD_QUEUE: Final = 16
 LOAD_THREADS: Final = 2
 # Less than a routing context lives: whoever waits in vain is told to come back, and not that the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,9 @@ from gpu_worker.serving.ledger import Category, Ledger
 from gpu_worker.serving.slot_events import SlotEventKind
 from tests.identities import A
 from tests.integration.slot_world import MOST, Crash, Disk
-from tests.integration.turn_world import Answer, TurnNode, TurnWorld, context_make
+from tests.integration.turn_world import PROMPT, Answer, TurnNode, TurnWorld, context_make
 
 pytestmark = pytest.mark.torch
-
-PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
 
 
 @pytest.fixture
@@ -44,24 +44,39 @@ def next_turn(node: TurnNode, ledger: Ledger, prompt: tuple[int, ...]) -> Answer
     return answer
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A session's second turn, whose save met a fault: its prompt, its answer, and the disk."""
+
+    prompt: tuple[int, ...]
+    answer: Answer
+    disk: Disk
+
+
+def cut_turn(node: TurnNode, at: int, error: type[BaseException], wait: Callable[[], None]) -> Cut:
+    """Two turns; the file operation of this number fails in the second. ``wait`` for its save."""
+    first = node.turn(A, PROMPT)
+    turn = node.turns.begin(context_make(A))
+    prompt = (*PROMPT, *first.tokens, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch, at, error)
+        answer = node.go_on(turn, A, prompt)
+        wait()
+    assert disk.failed is (at < MOST)
+    return Cut(prompt, answer, disk)
+
+
 @pytest.mark.parametrize("error", [OSError, MemoryError])
 @pytest.mark.parametrize("at", range(1, MOST + 1))
 def test_a_node_whose_save_fails_goes_on_with_the_same_base_and_memory(
-    world: TurnWorld, monkeypatch: pytest.MonkeyPatch, at: int, error: type[Exception]
+    world: TurnWorld, at: int, error: type[Exception]
 ) -> None:
     with world.node() as node:
         base = node.base_digest()
-        first = node.turn(A, PROMPT)
-        turn = node.turns.begin(context_make(A))
-        prompt = (*PROMPT, *first.tokens, 3)
-        with monkeypatch.context() as patch:
-            disk = Disk(patch, at, error)
-            second = node.go_on(turn, A, prompt)
-            node.saved()
+        cut = cut_turn(node, at, error, node.saved)
         ledger_check(node, world.ledger)
-        assert disk.failed is (at < MOST)
-        assert disk.failed or SlotEventKind.NOT_SAVED not in [e.kind for e in world.events]
-        next_turn(node, world.ledger, (*prompt, *second.tokens, 4))
+        assert cut.disk.failed or SlotEventKind.NOT_SAVED not in [e.kind for e in world.events]
+        next_turn(node, world.ledger, (*cut.prompt, *cut.answer.tokens, 4))
         assert node.base_digest() == base
     assert world.refusals() == []
 
@@ -69,26 +84,20 @@ def test_a_node_whose_save_fails_goes_on_with_the_same_base_and_memory(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("at", range(1, MOST + 1))
 def test_a_node_whose_save_was_cut_off_starts_again_with_the_same_base_and_memory(
-    world: TurnWorld, monkeypatch: pytest.MonkeyPatch, at: int
+    world: TurnWorld, at: int
 ) -> None:
     with world.node() as node:
         base = node.base_digest()
-        first = node.turn(A, PROMPT)
-        turn = node.turns.begin(context_make(A))
-        prompt = (*PROMPT, *first.tokens, 3)
-        with monkeypatch.context() as patch:
-            disk = Disk(patch, at, Crash)
-            second = node.go_on(turn, A, prompt)
-            # The thread that saves is gone as the process would be, or done.
-            node.turns.close()
-        assert disk.failed is (at < MOST)
+        # The thread that saves is gone as the process would be, or done.
+        cut = cut_turn(node, at, Crash, node.turns.close)
     with world.node() as node:
         assert node.base_digest() == base
         ledger_check(node, world.ledger)
-        longer = (*prompt, *second.tokens, 4)
+        longer = (*cut.prompt, *cut.answer.tokens, 4)
         reused = next_turn(node, world.ledger, longer).reused
         # The page before or the new one, whole: all of its turn but the last token.
-        assert reused in {len(PROMPT) + len(first.tokens) - 1, len(longer) - 2}
-        assert disk.failed or reused == len(longer) - 2
+        # The third turn's two tokens are new, and the second's was one more than the first's.
+        assert reused in {len(cut.prompt) - 2, len(longer) - 2}
+        assert cut.disk.failed or reused == len(longer) - 2
         assert node.base_digest() == base
     assert world.refusals() == []

@@ -25,6 +25,7 @@ from registry_service.domain.digests import Digest, digest_of
 from registry_service.trust.routing_context import BASE_MARKER
 from tests.identities import A, B
 from tests.integration.turn_world import (
+    PROMPT,
     TurnNode,
     TurnWorld,
     adapter_make,
@@ -34,7 +35,6 @@ from tests.integration.turn_world import (
 
 pytestmark = pytest.mark.torch
 
-PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
 OTHER = digest_of(b"other")
 OTHER_TENANT = UUID(int=2001)
 # The page that is asked for; the session's page before it; and the pages of others.

@@ -25,11 +25,10 @@ from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
 from tests.identities import IDENTITY, A
 from tests.integration.slot_world import state_hash, state_make
-from tests.integration.turn_world import TENANT_ID, TurnWorld, context_make
+from tests.integration.turn_world import PROMPT, TENANT_ID, TurnWorld, context_make
 
 pytestmark = pytest.mark.torch
 
-PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
 OTHER_TENANT = UUID(int=2001)
 KEY = Key(TENANT_ID, A)
 STATE = state_make(range(1, 401))

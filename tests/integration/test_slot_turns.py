@@ -28,6 +28,7 @@ from tests.identities import A, B
 from tests.integration.slot_world import state_hash
 from tests.integration.turn_world import (
     NEW,
+    PROMPT,
     TENANT_ID,
     Answer,
     TurnNode,
@@ -39,7 +40,6 @@ from tests.integration.turn_world import (
 
 pytestmark = pytest.mark.torch
 
-PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
 OTHER_PROMPT = tuple((11 * n) % 90 + 1 for n in range(80))
 MORE = (3, 14, 15)
 

@@ -34,6 +34,8 @@ from tests.identities import A, B
 TENANT_ID = UUID(int=1042)
 VOCABULARY = 96
 NEW = 12
+PROMPT = tuple((7 * n) % 90 + 1 for n in range(80))
+"""Past the border of a block."""
 NOW = datetime(2026, 11, 30, tzinfo=UTC)
 
 

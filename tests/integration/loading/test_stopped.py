@@ -91,13 +91,13 @@ def test_a_registry_that_does_not_answer_holds_up_no_stop(
     node = make("node-1")
     start(node, base, tmp_path, own[:2])
     go = threading.Event()
-    monkeypatch.setattr(registry, "placement_release", lambda *_: go.wait(60))
+    monkeypatch.setattr(registry, "placement_release", lambda *_: go.wait())
     monkeypatch.setattr(node_module, "_RELEASE_SECONDS", 0.2)
-    began = time.monotonic()
+    # It returns while the answer is still to come.
     node.stop()
-    go.set()
-    assert time.monotonic() - began < 20
     assert "placements not released" in caplog.text
+    assert registry.placements == dict.fromkeys(own[:2], "node-1")
+    go.set()
 
 
 def test_leases_go_after_the_last_heartbeat_which_would_renew_them(

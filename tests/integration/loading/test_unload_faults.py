@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_worker.serving import crew
+from gpu_worker.serving import keyed_executor
 from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.eviction import Unloads
 from gpu_worker.serving.ledger import Reservation
@@ -26,7 +26,7 @@ pytestmark = [
 
 # Every step between the last request and the acknowledgement, in their order.
 UNLOAD: dict[str, Callable[[LoadWorld], tuple[object, str]]] = {
-    "thread": lambda _: (crew.threading, "Thread"),
+    "thread": lambda _: (keyed_executor.threading, "Thread"),
     "drain": lambda _: (Residency, "drained"),
     "detach": lambda world: (world.node.engine, "detach"),
     "row": lambda _: (Stack, "clear"),

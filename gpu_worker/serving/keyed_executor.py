@@ -21,7 +21,7 @@ def _ready(_: Key) -> float | None:
     return 0.0
 
 
-class Crew:
+class KeyedExecutor:
     """Everything that looks at what waits goes by the lock of ``changed``."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Crew:
         self._waiting: dict[Key, Callable[[Key], object]] = {}
         self._busy: set[Key] = set()
 
-    def ask(self, key: Key, work: Callable[[Key], object]) -> None:
+    def submit(self, key: Key, work: Callable[[Key], object]) -> None:
         """Do this for a key once it is ready; what waits for the key already is replaced.
 
         Raises:
@@ -87,6 +87,7 @@ class Crew:
                     self._busy.discard(key)
                     self._changed.notify_all()
         except BaseException:
+            # Raised again: only the number of threads is put right.
             with self._changed:
                 self._threads -= 1
             raise
