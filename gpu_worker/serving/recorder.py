@@ -10,23 +10,19 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Final
 
 from opentelemetry.context import Context
 
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
 from gpu_worker.serving.meter import Amount, Meter, RequestTuple, who_fields
 from gpu_worker.serving.metrics import Metrics
-from gpu_worker.serving.openai_bodies import CompletionBody
 from gpu_worker.serving.residency import Key
-from gpu_worker.serving.running import Marks, Request, Running
-from gpu_worker.serving.tracing import Tracer
+from gpu_worker.serving.running import Marks, Running
+from gpu_worker.serving.tracing import Traced, Tracer
 from registry_service.domain.errors import RegistryError
 from registry_service.trust.routing_context import BASE_MARKER
 
 _LOG = logging.getLogger(__name__)
-# Stands for what a request asked for that nothing ran of: it is told nowhere.
-_UNSAID: Final = CompletionBody(prompt="-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,8 @@ class Recorder:
         marks = request.marks
         if marks.first:
             self.metrics.first_token((marks.first - marks.arrived) / 1e9)
-        self._tracer.write(running, caller, outcome=outcome, good=good)
+        traced = Traced(request.request_id, request.who, marks, amount)
+        self._tracer.write(traced, caller, outcome=outcome, good=good)
         _LOG.info(
             "request ended: %s",
             outcome,
@@ -101,9 +98,9 @@ class Recorder:
         ``who`` is None where no routing context held.
         """
         if who is not None:
-            self._tracer.write(
-                _never_begun(asked, who), asked.trace, outcome=error.code.lower(), good=False
-            )
+            marks = Marks(arrived=asked.arrived, last=time.time_ns())
+            traced = Traced(asked.request_id, who, marks, Amount())
+            self._tracer.write(traced, asked.trace, outcome=error.code.lower(), good=False)
         _LOG.info(
             "request refused: %s",
             error.code,
@@ -116,9 +113,3 @@ class Recorder:
                 "code": error.code,
             },
         )
-
-
-def _never_begun(asked: Asked, who: RequestTuple) -> Running:
-    """A request of which nothing ran, from its arrival until now."""
-    marks = Marks(arrived=asked.arrived, last=time.time_ns())
-    return Running(Request(asked.request_id, who, _UNSAID, marks), lambda _: None)

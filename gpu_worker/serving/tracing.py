@@ -6,6 +6,7 @@ Nothing is traced unless a collector is named. No span holds a prompt, a token o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry.context import Context
@@ -17,7 +18,8 @@ from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, set_sp
 from opentelemetry.trace import TracerProvider as AnyTracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gpu_worker.serving.running import Marks, Running
+from gpu_worker.serving.meter import Amount, RequestTuple
+from gpu_worker.serving.running import Marks
 
 _SCOPE: Final = "gpu_worker.serving"
 _CALLER: Final = TraceContextTextMapPropagator()
@@ -45,19 +47,28 @@ def caller_context(headers: Mapping[str, str]) -> Context:
     return _CALLER.extract({k: headers[k] for k in _CALLER.fields if k in headers}, Context())
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a trace says of a request that came to its end, begun or not."""
+
+    request_id: str
+    who: RequestTuple
+    marks: Marks
+    amount: Amount
+
+
 class Tracer:
     """Writes one trace for each request, after its end."""
 
     def __init__(self, provider: AnyTracerProvider) -> None:
         self._tracer = provider.get_tracer(_SCOPE)
 
-    def write(self, running: Running, caller: Context, *, outcome: str, good: bool) -> None:
+    def write(self, traced: Traced, caller: Context, *, outcome: str, good: bool) -> None:
         """Write a request's spans; ``outcome`` says how it ended."""
-        marks = running.request.marks
-        amount = running.amount
+        marks, amount = traced.marks, traced.amount
         attributes: dict[str, str | int] = {
-            **running.request.who.fields(),
-            "requestId": running.request.request_id,
+            **traced.who.fields(),
+            "requestId": traced.request_id,
             "outcome": outcome,
             "promptTokens": amount.prompt,
             "completionTokens": amount.completion,
