@@ -65,7 +65,7 @@ def test_linear_conv1d_and_embedding_with_dora() -> None:
         ({"target_modules": [Q0, "v_proj"], "layers_to_transform": [1]}, {Q0, V1}),
         ({"target_modules": ["self_attn.q_proj"]}, {Q0, Q1}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)),
 )
 def test_the_selection(changes: dict[str, Any], selected: set[str]) -> None:
     assert set(expected(**changes).scaling) == selected
