@@ -54,6 +54,8 @@ def context_build(settings: Settings) -> Context:
         matcher=expressions_match,
         header_check=library_disagreement,
         revocation_list_seconds=settings.revocation_list_seconds,
+        pool_adapters=settings.pool_adapters,
+        pool_tenant_adapters=settings.pool_tenant_adapters,
     )
 
 

@@ -37,6 +37,14 @@ class Settings(BaseModel):
         le=24 * 3600,
         description="life of a revocation list, and so how long a node serves unheard",
     )
+    pool_adapters: int = Field(
+        default=limits.POOL_ADAPTERS,
+        ge=1,
+        description="adapters that all nodes of one base hold together, each node's counted",
+    )
+    pool_tenant_adapters: int = Field(
+        default=limits.POOL_TENANT_ADAPTERS, ge=1, description="one tenant's part of them"
+    )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8400, description="port to listen on")
     workers: int = Field(default=1, description="server processes")

@@ -25,7 +25,7 @@ class Registry(Protocol):
     """Issues the leases."""
 
     def placement_take(self, node: str, tenant: str, digest: str) -> dict[str, object]:
-        """Raises ConflictError when as many nodes hold it as it declares."""
+        """Raises ConflictError when as many nodes hold it as it declares, or the pool is full."""
         ...
 
     def placement_release(self, node: str, tenant: str, digest: str) -> None:
@@ -49,7 +49,8 @@ class Placements:
         """Hold a key from now on.
 
         Raises:
-            UnavailableError: as many nodes hold it as may, no answer, or the node is stopping.
+            UnavailableError: as many nodes hold it as may, the pool is full, no answer, or the node
+                is stopping.
             RegistryError: it may not be held here.
         """
         # The lease that is still given back from before is this one, and would be taken away.
@@ -61,7 +62,7 @@ class Placements:
                 self._registry.placement_take(self._node, tenant, key.digest)
         except ConflictError as error:
             raise UnavailableError(
-                f"no place for another replica: {error.message}",
+                f"no place in the pool: {error.message}",
                 retry_after=limits.NODE_LEASE_SECONDS,
             ) from error
         with self._changed:

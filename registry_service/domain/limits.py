@@ -142,6 +142,10 @@ STORE_NODE_BYTES: Final = 128 * GIB
 STORE_FREE_BYTES: Final = 1 * GIB
 HEARTBEAT_RESIDENTS: Final = 10_000
 
+# Adapters that all nodes of one base hold together, each node's counted, and one tenant's of them
+POOL_ADAPTERS: Final = 4_096
+POOL_TENANT_ADAPTERS: Final = 2_048
+
 # What a serving node takes at its start, and loads
 NODE_RUNNING: Final = 16
 NODE_TOKENS: Final = 2048

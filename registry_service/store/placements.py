@@ -1,8 +1,12 @@
-"""Placement leases: which nodes may hold an artifact. One row per artifact and node."""
+"""Placement leases: which nodes may hold an artifact. One row per artifact and node.
+
+The nodes of one base are a pool.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
@@ -23,6 +27,11 @@ _LAPSED = text(
 _OTHERS = text(
     "SELECT count(*) FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
     "AND node <> :node"
+)
+# Grants of different artifacts would count past each other: those of a base come one by one.
+_POOL_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('pool ' || :base, 0))")
+_POOL_HELD = text(
+    "SELECT held, of_tenant FROM pool_held(:base, :tenant_id, :digest, :node, :at, :skew)"
 )
 _GRANT = text(
     "INSERT INTO placement (tenant_id, artifact_digest, node, lease_until) "
@@ -62,6 +71,33 @@ def placement_grant(
         return None
     until: datetime = session.execute(_GRANT, values).scalar_one()
     return until
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeld:
+    """Adapters that the nodes of a base hold, each node's counted: in all, and of one tenant."""
+
+    held: int
+    of_tenant: int
+
+
+def pool_held(
+    session: Session, base: str, *, tenant_id: UUID, digest: str, node: str, at: datetime
+) -> PoolHeld:
+    """What a pool holds beside one node's lease on one artifact; it stays so until the commit."""
+    session.execute(_POOL_LOCK, {"base": base})
+    row = session.execute(
+        _POOL_HELD,
+        {
+            "base": base,
+            "tenant_id": tenant_id,
+            "digest": digest,
+            "node": node,
+            "at": at,
+            "skew": limits.CLOCK_SKEW_SECONDS,
+        },
+    ).one()
+    return PoolHeld(row.held, row.of_tenant)
 
 
 def placements_renew(

@@ -43,6 +43,8 @@ class Context:
     header_check: LibraryCheck | None = None
     policy: AdmissionPolicy = POLICY
     revocation_list_seconds: int = limits.REVOCATION_LIST_SECONDS
+    pool_adapters: int = limits.POOL_ADAPTERS
+    pool_tenant_adapters: int = limits.POOL_TENANT_ADAPTERS
 
 
 @dataclass(frozen=True)

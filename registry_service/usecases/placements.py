@@ -1,4 +1,8 @@
-"""Placement leases: an artifact is held by at most as many nodes as it declares (maxReplicas)."""
+"""Placement leases: an artifact is held by at most as many nodes as it declares (maxReplicas).
+
+All nodes of a base, its pool, hold no more adapters than the service allows, and of each tenant no
+more than its part.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +41,22 @@ class PlacementTakenError(ConflictError):
     code = "PLACEMENT_TAKEN"
 
 
+class PoolFullError(ConflictError):
+    """The nodes of this base hold as many adapters as they may, in all or of this tenant."""
+
+    code = "POOL_FULL"
+
+
 def placement_take(
     context: Context, principal: Principal, node: str, tenant: str, digest: Digest
 ) -> dict[str, Any]:
     """Let a node hold an artifact for a while; safe to repeat.
 
     Raises:
-        PlacementTakenError: maxReplicas other nodes hold it. NotFoundError: an unknown node, or
-        nothing admitted under this digest. RefusedError: another base than the node's.
-        ForbiddenError: another node's name.
+        PlacementTakenError: maxReplicas other nodes hold it. PoolFullError: the nodes of its base
+        hold as many adapters as they may. NotFoundError: an unknown node, or nothing admitted under
+        this digest. RefusedError: another base than the node's. ForbiddenError: another node's
+        name.
     """
     with tenant_scope(context, principal, tenant, active=True) as scope:
         row = node_get(scope.session, node)
@@ -115,6 +126,7 @@ def _granted(
             f"expected an artifact of this node's base {node.base_digest}, "
             f"got one of {artifact.base_digest}"
         )
+    _pool_check(context, session, tenant_id, node, digest)
     replicas = int(artifact.declaration["maxReplicas"])
     until = store.placement_grant(
         session,
@@ -136,6 +148,28 @@ def _granted(
         "expiresAt": until,
         "leaseSeconds": limits.NODE_LEASE_SECONDS,
     }
+
+
+def _pool_check(
+    context: Context, session: Session, tenant_id: UUID, node: NodeRow, digest: Digest
+) -> None:
+    found = store.pool_held(
+        session,
+        node.base_digest,
+        tenant_id=tenant_id,
+        digest=digest,
+        node=node.name,
+        at=context.clock.now(),
+    )
+    for what, held, most in (
+        ("of this tenant ", found.of_tenant, context.pool_tenant_adapters),
+        ("", found.held, context.pool_adapters),
+    ):
+        if held >= most:
+            raise PoolFullError(
+                f"expected fewer than {most} adapters {what}on the nodes of this base, got {held}; "
+                "revoke or retire what is not needed, or let the operator raise the limit"
+            )
 
 
 def _own_check(node: NodeRow, principal: Principal) -> None:

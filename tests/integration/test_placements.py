@@ -194,6 +194,72 @@ def test_a_renewal_and_a_grant_at_one_moment_never_make_one_lease_too_many(
         nodes["node-1"].placement_take("node-1", TENANT, digest)
 
 
+def pool_limit(world: World, **most: int) -> None:
+    """Limits of the pool, as the settings give them."""
+    for name, value in most.items():
+        object.__setattr__(world.context, f"pool_{name}", value)
+
+
+def test_the_nodes_of_a_base_hold_no_more_than_the_pools_limit(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=2)
+    digests = [admit(world, tmp_path / str(n), replicas=2, fill=n) for n in range(2)]
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    nodes["node-2"].placement_take("node-2", TENANT, digests[0])
+    with pytest.raises(ConflictError, match="expected fewer than 2 adapters on the nodes"):
+        nodes["node-3"].placement_take("node-3", TENANT, digests[1])
+    # Whoever holds a lease goes on.
+    nodes["node-2"].placement_take("node-2", TENANT, digests[0])
+    nodes["node-1"].placement_release("node-1", TENANT, digests[0])
+    nodes["node-3"].placement_take("node-3", TENANT, digests[1])
+
+
+def test_a_tenant_has_a_part_of_the_pool_and_others_have_theirs(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=3, tenant_adapters=1)
+    digests = [admit(world, tmp_path / str(n), replicas=2, fill=n) for n in range(2)]
+    foreign = admit(world, tmp_path / "foreign", tenant="t-2001", fill=5)
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    for name, digest in (("node-2", digests[0]), ("node-1", digests[1])):
+        with pytest.raises(ConflictError, match="expected fewer than 1 adapters of this tenant"):
+            nodes[name].placement_take(name, TENANT, digest)
+    nodes["node-2"].placement_take("node-2", "t-2001", foreign)
+
+
+def test_in_the_pool_a_silent_node_counts_until_it_serves_nothing(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=1)
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
+    owner = tenant_id(world)
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    lapse(world, owner, "node-1")
+    silence(world, "node-1", fresh=timedelta(minutes=1))
+    with pytest.raises(ConflictError, match="on the nodes of this base"):
+        nodes["node-2"].placement_take("node-2", TENANT, digests[1])
+    silence(world, "node-1", fresh=-timedelta(minutes=10))
+    nodes["node-2"].placement_take("node-2", TENANT, digests[1])
+
+
+def test_of_nodes_that_race_for_the_pools_last_place_exactly_one_gets_it(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=1)
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(3)]
+    for _ in range(6):
+        takes = [
+            partial(nodes[name].placement_take, name, TENANT, digest)
+            for name, digest in zip(NODES, digests, strict=True)
+        ]
+        answers = at_once(*takes)
+        assert sum(isinstance(answer, dict) for answer in answers) == 1, answers
+        assert sum(len(holders(world, digest)) for digest in digests) == 1
+        for name, digest in zip(NODES, digests, strict=True):
+            nodes[name].placement_release(name, TENANT, digest)
+
+
 def test_only_what_may_run_there_is_placed(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:

@@ -265,7 +265,7 @@ def test_a_node_that_stops_leaves_its_place_to_another_at_once(
     for node in nodes:
         node.follow()
     assert old.accepts(digest)
-    with pytest.raises(UnavailableError, match="no place for another replica"):
+    with pytest.raises(UnavailableError, match="no place in the pool"):
         new.lease(digest)
     old.end()
     assert new.accepts(digest)

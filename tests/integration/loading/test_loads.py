@@ -195,7 +195,7 @@ def test_an_adapter_over_a_limit_is_refused_and_leaves_nothing(
 
 def test_without_a_place_in_the_pool_nothing_is_loaded(world: LoadWorld, own: list[Digest]) -> None:
     world.registry.placements[own[0]] = "node-2"
-    with pytest.raises(UnavailableError, match="no place for another replica") as caught:
+    with pytest.raises(UnavailableError, match="no place in the pool") as caught:
         world.acquire(own[0])
     assert caught.value.retry_after
     assert world.registry.pulls == 0

@@ -66,7 +66,7 @@ def test_a_new_node_loads_what_the_stopped_one_held(
     old, new = make("node-1"), make("node-2")
     start(old, base, tmp_path, own[:2])
     assert registry.placements == dict.fromkeys(own[:2], "node-1")
-    with pytest.raises(UnavailableError, match="no place for another replica"):
+    with pytest.raises(UnavailableError, match="no place in the pool"):
         new.residents.start()
         new.residents.preload(sw.TENANT, sw.ADAPTER, own[0])
     old.stop()
