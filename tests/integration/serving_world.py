@@ -67,6 +67,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "pad_token_id": None,
     },
+    # Wide enough that torch shares its products, copies and sums among threads.
+    "wide": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 32,

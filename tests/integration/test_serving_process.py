@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,19 @@ class Process:
 
 
 @contextmanager
-def node(root: Path, *options: str, broken: str = "") -> Iterator[Process]:
-    """A node that is up, until the end; ``broken`` is run before it starts."""
-    base = sw.prove(sw.base_make(root / "base"))
+def node(
+    root: Path,
+    *options: str,
+    broken: str = "",
+    kind: str = "llama",
+    until: str = "",
+    **environment: str,
+) -> Iterator[Process]:
+    """A node that is up, or wrote the file ``until``, until the end of the context.
+
+    ``broken`` is run before it starts.
+    """
+    base = sw.prove(sw.base_make(root / "base", kind))
     (root / "token").write_text("token\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,11 +101,15 @@ def node(root: Path, *options: str, broken: str = "") -> Iterator[Process]:
     arguments += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(root), broken, *arguments],
-        env={"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}", "PATH": "/usr/bin:/bin"}
+        | environment,
         stderr=(root / "log").open("wb"),
     )
     try:
-        _until_ready(f"http://127.0.0.1:{port}", process, root / "log")
+        if until:
+            _until((root / until).exists)
+        else:
+            _until_ready(f"http://127.0.0.1:{port}", process, root / "log")
         registry = sw.FakeRegistry(root / "caller", base)
         registry.routing_signer = sw.FileSigner.load(root / "keys" / "routing.pem")
         yield Process(registry, process, f"http://127.0.0.1:{port}")
@@ -104,9 +118,9 @@ def node(root: Path, *options: str, broken: str = "") -> Iterator[Process]:
         process.wait()
 
 
-def adapter_make(root: Path) -> Digest:
+def adapter_make(root: Path, kind: str = "llama") -> Digest:
     """An adapter that the node's registry has; its digest."""
-    base = sw.prove(sw.base_make(root / "base"))
+    base = sw.prove(sw.base_make(root / "base", kind))
     sw.peft_make(base.dir, root / "peft", 0)
     files = sw.adapter_files(base, root / "peft")
     (root / "adapter").mkdir()
@@ -194,6 +208,57 @@ def test_a_node_whose_model_thread_died_ends_with_an_error(tmp_path: Path) -> No
         assert started.ask().status_code == 503
         assert started.process.wait(60) == 1
     assert "the engine is stopped" in (tmp_path / "log").read_text()
+
+
+def test_who_interrupts_it_before_it_listens_is_told_so_at_once(tmp_path: Path) -> None:
+    broken = "def here(*_): (root / 'here').touch(); hang()"
+    broken += "\nstartup.base_load = here"
+    with node(tmp_path, broken=broken, until="here") as started:
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(60) == 130
+    log = (tmp_path / "log").read_text()
+    assert "interrupted before it listened" in log
+    assert "Traceback" not in log
+
+
+# Tells which threads are Python's, when asked.
+TELLING = """
+import json, os, signal
+def tell(*_):
+    told = root / "threads.new"
+    told.write_text(json.dumps([thread.native_id for thread in threading.enumerate()]))
+    told.rename(root / "threads")
+signal.signal(signal.SIGUSR1, tell)
+"""
+
+
+def test_the_models_thread_alone_keeps_others_that_compute_for_it(tmp_path: Path) -> None:
+    digest = adapter_make(tmp_path, "wide")
+    words = [f"w{number % 90}" for number in range(200)]
+    # With one at each thread's side: OpenMP's, and none of another library.
+    alone = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with node(tmp_path, broken=TELLING, kind="wide", **alone) as started:
+        for turn, asked in enumerate((digest, None, digest, None)):
+            answer = started.ask(asked, prompt=" ".join(words[: 150 + turn]), max_tokens=2)
+            assert answer.status_code == 200
+        _until(lambda: len(_helpers(started.process, tmp_path)) == 1)
+
+
+def _helpers(process: subprocess.Popen[bytes], root: Path) -> set[int]:
+    """Threads of a node that are not Python's, and bear the name of one that is."""
+    (root / "threads").unlink(missing_ok=True)
+    process.send_signal(signal.SIGUSR1)
+    _until((root / "threads").exists)
+    pythons = json.loads((root / "threads").read_text())
+    tasks = Path(f"/proc/{process.pid}/task")
+    name = (tasks / str(process.pid) / "comm").read_text()
+    found = set()
+    for task in tasks.iterdir():
+        # It may end meanwhile.
+        with suppress(OSError):
+            if int(task.name) not in pythons and (task / "comm").read_text() == name:
+                found.add(int(task.name))
+    return found
 
 
 def _until(condition: Callable[[], bool]) -> None:
