@@ -1,9 +1,9 @@
 """What ties a node to its registry: the feed, the heartbeat and the revocation list.
 
-The feed tells of a revocation at once. The heartbeat's answer holds what the node has still to let
-go of, and whatever it holds that is not approved: so one that missed events, or was restarted in
-the middle, catches up. The list says the same under a signature with an expiry; a node that cannot
-get it in time refuses new work.
+The feed tells of a revocation, and of a withdrawn grant, at once. The heartbeat's answer holds what
+the node has still to let go of, and whatever it holds that is not approved: so one that missed
+events, or was restarted in the middle, catches up. The list says the same under a signature with an
+expiry; a node that cannot get it in time refuses new work.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gpu_worker.serving.held_list import HeldList
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Residents
 from gpu_worker.serving.store import NodeStore
+from gpu_worker.serving.withdrawn import Grant, Withdrawn
 from registry_service.client import RegistryClient
 from registry_service.domain import limits
 from registry_service.domain.digests import digest_parse
@@ -30,6 +31,7 @@ from registry_service.domain.errors import (
 
 _LOG = logging.getLogger(__name__)
 _REVOKED: Final = frozenset({"artifact.revoked", "revocation.hastened"})
+_WITHDRAWN: Final = "grant.withdrawn"
 _HEARTBEAT: Final = "heartbeat"
 _RETRY_SECONDS: Final = 1.0
 # Of a list's life between two looks at it: many tries before the alarm at half of it.
@@ -45,6 +47,7 @@ class Follower:
         store: NodeStore,
         node: str,
         held: HeldList,
+        withdrawn: Withdrawn,
         *,
         feed_wait: float = limits.FEED_WAIT_SECONDS,
     ) -> None:
@@ -52,6 +55,7 @@ class Follower:
         self._store = store
         self._node = node
         self._held = held
+        self._withdrawn = withdrawn
         self._feed_wait = feed_wait
         self._index = store.feed_index()
         self._lease_seconds = float(limits.NODE_LEASE_SECONDS)
@@ -132,7 +136,8 @@ class Follower:
         """Handle one page of the feed, then keep its index.
 
         After a gap (the log is shorter than what was read, or an index is missing) and after an
-        event of a revocation that cannot be read, everything is compared before the index is kept.
+        event that takes something back and cannot be read, everything is compared before the index
+        is kept.
         """
         page = self._client.feed(self._index, wait)
         indexes = [event["index"] for event in page["items"]]
@@ -148,6 +153,7 @@ class Follower:
                 end,
                 extra={"event": "feed.gap"},
             )
+            self._withdrawn.missed()
             self.reconcile(residents)
         if end != self._index:
             self._index = end
@@ -163,10 +169,13 @@ class Follower:
             self._client.node_acknowledge(self._node, str(key.tenant_id), key.digest, freed, purged)
 
     def _handle(self, event: dict[str, Any], residents: Residents) -> bool:
-        """Act on an event; False when it is one of a revocation and cannot be read."""
-        if event["kind"] not in _REVOKED:
-            return True
+        """Act on an event; False when it takes something back and cannot be read."""
         try:
+            if event["kind"] == _WITHDRAWN:
+                grant = Grant(UUID(event["tenantId"]), event["body"]["adapter"], event["subject"])
+                self._withdrawn.add(grant, int(event["body"]["epoch"]))
+            if event["kind"] not in _REVOKED:
+                return True
             key = Key(UUID(event["tenantId"]), digest_parse(event["subject"]))
             deadline = _seconds(event["body"].get("deadlineSeconds"))
         except (AttributeError, KeyError, TypeError, ValueError, MalformedError) as error:

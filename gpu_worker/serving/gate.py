@@ -7,6 +7,7 @@ from datetime import datetime
 from gpu_worker.serving.adapter_load import BaseIdentity
 from gpu_worker.serving.admission import Clock
 from gpu_worker.serving.trust import Trust
+from gpu_worker.serving.withdrawn import Withdrawn
 from registry_service.domain.digests import digest_equal
 from registry_service.domain.errors import ForbiddenError, UnavailableError, UntrustedError
 from registry_service.trust.routing_context import (
@@ -37,6 +38,7 @@ class Gate:
         self._base = base
         self._started_at = started_at.replace(microsecond=0)
         self._seen = SeenContexts(now)
+        self.withdrawn = Withdrawn(now)
 
     def enter(self, token: str | None, body: bytes) -> RoutingContext:
         """The context of a request, which is used up by this.
@@ -54,6 +56,8 @@ class Gate:
                 body=body,
                 now=self._now(),
             )
+            if self.withdrawn.covers(context):
+                raise UntrustedError("a routing context of a withdrawn grant")
             if context.issued_at < self._started_at:
                 raise UntrustedError("a routing context from before this process")
             if not digest_equal(context.tokenizer_digest, self._base.tokenizer_digest):
@@ -72,8 +76,11 @@ class Gate:
         """Check a context again, when its request leaves the queue.
 
         Raises:
-            UnavailableError: it is over: the request waited for longer than it holds.
+            DeniedError: its grant was withdrawn meanwhile. UnavailableError: it is over: the
+                request waited for longer than it holds.
         """
+        if self.withdrawn.covers(context):
+            raise DeniedError
         try:
             expiry_check(context, self._now())
         except UntrustedError as error:

@@ -81,7 +81,7 @@ class Node:
             budget=load_limits.memory,
         )
         held = HeldList(store, trust.list_key, trust.list_issuer, now=now)
-        self.follower = Follower(client, store, self.name, held)
+        self.follower = Follower(client, store, self.name, held, gate.withdrawn)
         admission = Admission(
             client,
             trust,

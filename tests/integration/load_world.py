@@ -25,6 +25,7 @@ from gpu_worker.serving.residents import Lease, Residents
 from gpu_worker.serving.slots import Slots
 from gpu_worker.serving.startup import base_admit, now
 from gpu_worker.serving.store import NodeStore
+from gpu_worker.serving.withdrawn import Withdrawn
 from gpu_worker.serving.workspace import Workspace
 from registry_service.domain.digests import Digest
 from tests.identities import IDENTITY
@@ -171,7 +172,7 @@ def world_start(
     parameters = [tensor for _, tensor in loaded.parameters]
     ledgers = ledgers_open(engine, parameters, device="cpu", budget=limits.memory)
     held = HeldList(store, trust.list_key, trust.list_issuer, now=now)
-    follower = Follower(client, store, sw.NODE, held)
+    follower = Follower(client, store, sw.NODE, held, Withdrawn(now))
     admission = Admission(
         client,
         trust,

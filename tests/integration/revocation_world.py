@@ -26,6 +26,7 @@ from gpu_worker.serving.residency import Key
 from gpu_worker.serving.residents import Lease, Residents
 from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.trust import trust_parse
+from gpu_worker.serving.withdrawn import Withdrawn
 from registry_service.client import RegistryClient
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import RegistryError
@@ -159,7 +160,10 @@ class ServingNode:
             now=self.clock.now,
             elapsed=self.clock.elapsed,
         )
-        self.follower = Follower(self.client, self.store, name, self.held, feed_wait=5)
+        self.withdrawn = Withdrawn(self.clock.now)
+        self.follower = Follower(
+            self.client, self.store, name, self.held, self.withdrawn, feed_wait=5
+        )
         engine: Any = self.engine
         admission = Admission(
             self.client,

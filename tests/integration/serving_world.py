@@ -52,36 +52,24 @@ OTHER, OTHER_ID = "t-2001", UUID(int=2001)
 ADAPTER = "support-zh"
 NODE = "node-1"
 VERIFIER = "urn:adapter-registry:test"
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    },
+    "llama": _LLAMA,
     # Wide enough that torch shares its products, copies and sums among threads.
-    "wide": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    },
+    "wide": {**_LLAMA, "hidden_size": 256, "intermediate_size": 1024, "num_key_value_heads": 4},
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 32,
@@ -237,19 +225,8 @@ class FakeRegistry:
     def revoke(self, digest: Digest, deadline: int | None = None) -> None:
         artifact = self.artifacts[digest]
         artifact.revoked = True
-        self.events.append(
-            {
-                "index": len(self.events) + 1,
-                "id": str(uuid4()),
-                "kind": "artifact.revoked",
-                "tenant": artifact.tenant,
-                "tenantId": str(artifact.tenant_id),
-                "subject": digest,
-                "actor": "olga",
-                "at": "2026-11-30T00:00:00Z",
-                "body": {} if deadline is None else {"deadlineSeconds": deadline},
-            }
-        )
+        body = {} if deadline is None else {"deadlineSeconds": deadline}
+        self._tell("artifact.revoked", artifact.tenant, artifact.tenant_id, digest, body)
         if self.registered:
             self.outstanding[digest] = {
                 "tenantId": str(artifact.tenant_id),
@@ -295,6 +272,28 @@ class FakeRegistry:
         payload = revocation_list_payload(revocations)
         self.listing = dsse_sign(PAYLOAD_TYPE, payload, signer.sign, signer.key_id)
         return self.listing
+
+    def withdraw(self, subject: str, epoch: int) -> None:
+        """A subject may not run the tenant's adapter any more."""
+        body = {"adapter": ADAPTER, "epoch": epoch}
+        self._tell("grant.withdrawn", TENANT, TENANT_ID, subject, body)
+
+    def _tell(
+        self, kind: str, tenant: str, tenant_id: UUID, subject: str, body: dict[str, Any]
+    ) -> None:
+        self.events.append(
+            {
+                "index": len(self.events) + 1,
+                "id": str(uuid4()),
+                "kind": kind,
+                "tenant": tenant,
+                "tenantId": str(tenant_id),
+                "subject": subject,
+                "actor": "olga",
+                "at": "2026-11-30T00:00:00Z",
+                "body": body,
+            }
+        )
 
     # What a node calls
 

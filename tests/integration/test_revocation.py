@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
 from gpu_worker.serving.residency import Key
+from gpu_worker.serving.trust import trust_parse
 from registry_service.client import RegistryClient
+from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import UnavailableError, UntrustedError
 from registry_service.domain.roles import PLATFORM
+from registry_service.trust.routing_context import RoutingContext, routing_context_verify
 from registry_service.usecases import maintenance
 from registry_service.usecases.context import tenant_transaction
 from tests.integration import revocation_world as rw
@@ -385,6 +389,79 @@ def test_after_a_gap_or_an_event_that_cannot_be_read_everything_is_compared(
         each.follower.feed_read(each.residents, 0)
         assert not each.accepts(digest)
         assert each.store.feed_index() == page["next"]
+
+
+def test_a_withdrawn_grant_ends_contexts_from_before_at_every_node(
+    world: World, nodes: list[ServingNode], tmp_path: Path
+) -> None:
+    digest = world.admit(tmp_path / "a", declare={"max_replicas": 2})
+    with world.client("operator") as operator:
+        operator.grant_set(TENANT, ADAPTER, "app")
+        before = [context_of(world, node, digest) for node in nodes]
+        listen(world, nodes)
+        covered = [node.withdrawn.covers(one) for node, one in zip(nodes, before, strict=True)]
+        assert covered == [False, False]
+        operator.grant_withdraw(TENANT, ADAPTER, "app")
+        operator.grant_set(TENANT, ADAPTER, "app")
+    after = [context_of(world, node, digest) for node in nodes]
+    listen(world, nodes)
+    for node, old, new in zip(nodes, before, after, strict=True):
+        assert node.withdrawn.covers(old)
+        assert not node.withdrawn.covers(new)
+
+
+def test_who_missed_that_a_grant_was_withdrawn_refuses_contexts_from_before(
+    world: World, nodes: list[ServingNode], tmp_path: Path
+) -> None:
+    digest = world.admit(tmp_path / "a")
+    node = nodes[0]
+    with world.client("operator") as operator:
+        operator.grant_set(TENANT, ADAPTER, "app")
+        before = context_of(world, node, digest)
+        listen(world, [node])
+        operator.grant_withdraw(TENANT, ADAPTER, "app")
+    world.settle()
+    page = node.client.feed(node.follower.index, 0)
+    spoiled = [
+        item | ({"body": {}} if item["kind"] == "grant.withdrawn" else {}) for item in page["items"]
+    ]
+    assert spoiled != page["items"]
+    node.link.replies["/v1/feed"] = json.dumps(page | {"items": spoiled}).encode()
+    node.follower.feed_read(node.residents, 0)
+    assert node.withdrawn.covers(before)
+
+
+def context_of(world: World, node: ServingNode, digest: str) -> RoutingContext:
+    """A routing context of a granted subject, as the node reads it."""
+    body = b"{}"
+    with world.client("gateway") as gateway:
+        minted = gateway.routing_context(
+            tenant=TENANT,
+            adapter=ADAPTER,
+            reference=digest,
+            node=node.name,
+            body_digest=digest_of(body),
+            session_id="s",
+            subject="app",
+        )
+    trust = trust_parse(node.trust_file.read_bytes())
+    return routing_context_verify(
+        minted["routingContext"],
+        public_key=trust.routing_key,
+        issuer=trust.routing_issuer,
+        node=node.name,
+        base_digest=node.base.digest,
+        body=body,
+        now=datetime.now(UTC),
+    )
+
+
+def listen(world: World, nodes: list[ServingNode]) -> None:
+    """Have nodes read the feed to its end."""
+    world.settle()
+    for node in nodes:
+        while node.client.feed(node.follower.index, 0)["items"]:
+            node.follower.feed_read(node.residents, 0)
 
 
 def test_what_is_not_approved_is_let_go_of_at_the_start(

@@ -338,6 +338,21 @@ def test_what_was_revoked_while_it_waited_does_not_begin(world: World) -> None:
     until(lambda: bool(world.registry.acknowledged))
 
 
+def test_a_withdrawn_grant_ends_contexts_from_before_and_nobody_elses(world: World) -> None:
+    first = world.digests[0]
+    crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
+    waiting = world.start(first, 5)
+    world.registry.withdraw("app", 2)
+    until(lambda: world.ask(first, tokens=1).status_code == 403)
+    list(map(Running.cancel, crowd))
+    with pytest.raises(DeniedError):
+        list(waiting.generations[0].tokens())
+    assert world.ask(first, subject="other").status_code == 200
+    assert world.ask(None).status_code == 200
+    # It was given again.
+    assert world.ask(first, grant_epoch=2).status_code == 200
+
+
 def test_who_waited_for_longer_than_the_context_holds_is_told_to_ask_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
