@@ -32,7 +32,6 @@ from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
     UnavailableError,
-    UntrustedError,
 )
 from tests.integration import serving_world as sw
 from tests.integration.http_world import options_of
@@ -473,43 +472,7 @@ def test_files_of_an_earlier_run_are_reported_and_purged(
     node.stop()
 
 
-def test_a_base_that_the_registry_does_not_know_stops_the_start(
-    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
-) -> None:
-    client: Any = registry
-    other = sw.prove(sw.base_make(tmp_path / "other", "gpt2"))
-    with pytest.raises(RefusedError, match="no base"):
-        startup.base_admit(client, registry.trust(), other)
-    registry.state = "CONFLICTED"
-    with pytest.raises(RefusedError, match="CONFLICTED"):
-        startup.base_admit(client, registry.trust(), base)
-    registry.state = "PENDING"
-    assert startup.base_admit(client, registry.trust(), base).digest == base.digest
-    registry.state = "USABLE"
-    own, other_catalog = sw.identity(base).catalog_digest, digest_of(b"other")
-    registry.statement_changes = {"catalog_digest": other_catalog}
-    with pytest.raises(RefusedError, match="expected catalog"):
-        startup.base_admit(client, registry.trust(), base)
-    registry.statement_changes["earlier_catalog_digests"] = (own,)
-    assert startup.base_admit(client, registry.trust(), base).catalog_digest == own
-    forged = sw.FakeRegistry(tmp_path / "forged", base)
-    with pytest.raises(UntrustedError):
-        startup.base_admit(client=forged, trust=registry.trust(), proven=base)  # type: ignore[arg-type]  # a stand-in, or wrong on purpose
-
-
 def test_a_context_from_before_this_process_is_refused(world: World) -> None:
     issued = datetime.now(UTC) - timedelta(seconds=40)
     expires = issued + timedelta(seconds=59)
     assert world.ask(None, issued_at=issued, expires_at=expires).status_code == 403
-
-
-def test_an_unusable_start_ends_with_a_clear_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = ["--url", "http://127.0.0.1:1", "--token-file", str(tmp_path / "none")]
-    arguments += ["--name", "node-1", "--base", str(tmp_path), "--port", "1"]
-    arguments += ["--trust", str(tmp_path / "trust.json"), "--store", str(tmp_path / "store")]
-    assert startup.main(arguments) == 2
-    assert "trust.json: cannot be read" in caplog.text
-    assert startup.main([*arguments, "--preload", "t/a:prod"]) == 2
-    assert "--preload: expected tenant/adapter@sha256" in caplog.text

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gpu_worker.serving import startup
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
 
@@ -219,6 +220,18 @@ def test_who_interrupts_it_before_it_listens_is_told_so_at_once(tmp_path: Path) 
     log = (tmp_path / "log").read_text()
     assert "interrupted before it listened" in log
     assert "Traceback" not in log
+
+
+def test_an_unusable_start_ends_with_a_clear_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ["--url", "http://127.0.0.1:1", "--token-file", str(tmp_path / "none")]
+    arguments += ["--name", "node-1", "--base", str(tmp_path), "--port", "1"]
+    arguments += ["--trust", str(tmp_path / "trust.json"), "--store", str(tmp_path / "store")]
+    assert startup.main(arguments) == 2
+    assert "trust.json: cannot be read" in caplog.text
+    assert startup.main([*arguments, "--preload", "t/a:prod"]) == 2
+    assert "--preload: expected tenant/adapter@sha256" in caplog.text
 
 
 # Tells which threads are Python's, when asked.
