@@ -96,11 +96,12 @@ class Node:
     """Our node, asked as a gateway does."""
 
     def __init__(self, root: Path, base: Path, url: str) -> None:
+        from registry_service.backends.file_signer import FileSigner
         from registry_service.domain.digests import Digest
         from tests.integration import serving_world as sw
 
         self._registry = sw.FakeRegistry(root / "caller", sw.prove(base))
-        self._registry.routing_signer = sw.FileSigner.load(root / "keys" / "routing.pem")
+        self._registry.routing_signer = FileSigner.load(root / "keys" / "routing.pem")
         self._digests = [Digest(text) for text in (root / "digests").read_text().split()]
         self._url = url
         self._sessions = 0
@@ -208,14 +209,15 @@ def node(model: Path, root: Path, port: str) -> int:
     (root / "digests").write_text("\n".join(digests))
     (root / "trust.json").write_bytes(registry.trust_json())
     (root / "token").write_text("token\n")
-    startup.RegistryClient = lambda url, token: registry  # type: ignore[assignment,misc]  # in memory
+    # In memory.
+    setattr(startup, "RegistryClient", lambda *_: registry)  # noqa: B010 - no name that it exports
     options = ["--url", "http://registry.test", "--token-file", str(root / "token")]
     options += ["--name", sw.NODE, "--base", str(base.dir), "--port", port, "--device", "cpu"]
     options += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]
     options += ["--max-adapters", str(ADAPTERS), "--max-rank", str(RANK)]
     # One tenant asks, for all of them.
     options += ["--max-tenant-adapters", str(ADAPTERS)]
-    options += ["--max-running", str(CONCURRENT)]
+    options += ["--max-running", str(CONCURRENT), "--max-tenant-running", str(CONCURRENT)]
     for digest in digests:
         options += ["--preload", f"{sw.TENANT}/{sw.ADAPTER}@{digest}"]
     return startup.main(options)

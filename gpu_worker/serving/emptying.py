@@ -119,10 +119,10 @@ class Emptying:
             else:
                 self._beside(self._leaving, key, self._drain)
 
-    def placement_lost(self, key: Key) -> None:
-        """Other nodes hold this key now: unload it once nobody uses it, beside the caller."""
+    def retire(self, key: Key, reason: Reason) -> None:
+        """Unload a key once nobody uses it, beside the caller."""
         with self._changed:
-            if self._retire_begin(key, Reason.PLACEMENT_LOST):
+            if self._retire_begin(key, reason):
                 self._beside(self._leaving, key, self._retire)
 
     def go_on(self) -> None:

@@ -72,6 +72,7 @@ class Node:
                 ),
                 adapters=load_limits.adapters,
                 rank=load_limits.rank,
+                tenant_lanes=load_limits.tenant_running,
             ),
         )
         self.ledgers = ledgers_open(

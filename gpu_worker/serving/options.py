@@ -30,12 +30,14 @@ class Wanted:
 class LoadLimits:
     """What adapters and requests may take on a node. Sizes in bytes; 0 is as much as the node has.
 
-    ``running`` requests run at once, each of at most ``tokens`` tokens of prompt and answer.
+    ``running`` requests run at once, ``tenant_running`` of one tenant, each of at most ``tokens``
+    tokens of prompt and answer.
     ``adapters`` and ``rank`` are those of the bank, ``sequences`` run at once on one adapter.
     """
 
     memory: int = 0
     running: int = limits.NODE_RUNNING
+    tenant_running: int = limits.TENANT_RUNNING
     tokens: int = limits.NODE_TOKENS
     adapters: int = limits.NODE_ADAPTERS
     rank: int = limits.NODE_RANK
@@ -75,6 +77,7 @@ _LIMITS: Final = (
     ("--max-rank", limits.RANK, limits.NODE_RANK, "largest rank; every adapter pays for it"),
     ("--max-adapter-mib", limits.WEIGHT_BYTES // limits.MIB, 4096, "largest adapter's files"),
     ("--max-sequences", 4096, limits.ADAPTER_SEQUENCES, "requests at once on one adapter"),
+    ("--max-tenant-running", 256, 0, "a tenant's that run at once; default: half of the node's"),
     ("--max-tenant-adapters", 4096, 0, "a tenant's resident adapters; default: half of the node's"),
     ("--max-tenant-mib", 64 * limits.MIB, 0, "a tenant's resident bytes; default: all there are"),
     ("--max-tenant-loads", 6000, limits.TENANT_LOADS_PER_MINUTE, "a tenant's loads a minute"),
@@ -154,6 +157,7 @@ def _limits(given: argparse.Namespace) -> LoadLimits:
     return LoadLimits(
         memory=given.memory_mib * limits.MIB,
         running=given.max_running,
+        tenant_running=given.max_tenant_running or max(1, given.max_running // 2),
         tokens=given.max_tokens,
         adapters=given.max_adapters,
         rank=given.max_rank,

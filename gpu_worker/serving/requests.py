@@ -54,7 +54,9 @@ class Requests:
         self._stop_tokens = stop_tokens
         self._adapter_row = adapter_row
         self._closed = closed
-        self._scheduler = Scheduler(workspace.step_tokens, grouped=workspace.grouped)
+        self._scheduler = Scheduler(
+            workspace.step_tokens, tenant_most=workspace.tenant_lanes, grouped=workspace.grouped
+        )
 
     @property
     def grouped(self) -> bool:
@@ -84,8 +86,8 @@ class Requests:
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             if sequence.generation.cancelled:
                 self._leave(sequence, CANCELLED)
-        while self._scheduler.waiting and self._runner.lanes.free:
-            self._join(self._scheduler.next_waiting())
+        while self._runner.lanes.free and (following := self._scheduler.next_waiting()):
+            self._join(following)
         step = self._scheduler.plan()
         if step is not None:
             self._run(step)

@@ -26,6 +26,7 @@ from registry_service.domain.errors import (
     NotFoundError,
     RefusedError,
     TooManyRequestsError,
+    UnavailableError,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class Residents:
 
     def placement_lost(self, key: Key) -> None:
         """Other nodes hold this key now: unload it once nobody uses it, beside the caller."""
-        self._emptying.placement_lost(key)
+        self._emptying.retire(key, Reason.PLACEMENT_LOST)
 
     def go_on(self) -> None:
         """Unload what should have gone and stayed because of a fault, beside the caller."""
@@ -264,7 +265,9 @@ class Residents:
         if admitted.chat_template_digest != template:
             raise RefusedError("a routing context of another chat template")
         if _over(claims.not_after, self._now()):
-            raise RefusedError("the verdict expired")
+            # There may be a newer one: whoever comes next loads it under that, or not at all.
+            self._emptying.retire(key, Reason.VERDICT_EXPIRED)
+            raise UnavailableError("the adapter's verdict expired; ask again", retry_after=1)
 
 
 def _over(end: datetime, now: datetime) -> bool:

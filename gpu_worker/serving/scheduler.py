@@ -1,6 +1,7 @@
 """Who runs next: requests join and leave between steps, and a step has a budget of tokens.
 
-Tenants take turns to join: next is who has the fewest requests running. Running requests come
+Tenants take turns to join: next is who has the fewest requests running. A tenant's share of the
+lanes is bounded, since a lane is never taken from a request that runs. Running requests come
 first, one token each; what is left of the budget goes to prompts, oldest first, in segments that
 end at the borders of blocks. How a prompt is cut depends on nothing but
 itself and what was cached of it, so that neighbours cannot change its arithmetic.
@@ -18,19 +19,28 @@ from gpu_worker.serving.workspace import BLOCK_TOKENS
 class Scheduler:
     """Waiting and running sequences. The caller takes lanes and bank rows."""
 
-    def __init__(self, step_tokens: int, *, grouped: bool = False) -> None:
-        """``grouped`` runs sequences of one bank row a step, the row that waited longest."""
+    def __init__(self, step_tokens: int, *, tenant_most: int = 0, grouped: bool = False) -> None:
+        """``grouped`` runs sequences of one bank row a step, the row that waited longest.
+
+        Of one tenant at most ``tenant_most`` run; 0 is no bound.
+        """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._step_tokens = step_tokens
+        self._tenant_most = tenant_most
         self.grouped = grouped
         self._ran: dict[int, int] = {}
         self._steps = 0
 
-    def next_waiting(self) -> Sequence:
-        """Who joins next: of the tenants that have the fewest running, who waited longest."""
+    def next_waiting(self) -> Sequence | None:
+        """Who joins next: of the tenants that have the fewest running, who waited longest.
+
+        None when nobody waits whose tenant may have another one; what is nobody's has no bound.
+        """
         running = Counter(sequence.job.tenant for sequence in self.running)
-        return min(self.waiting, key=lambda sequence: running[sequence.job.tenant])
+        most = self._tenant_most or len(self.running) + 1
+        may = [s for s in self.waiting if s.job.tenant is None or running[s.job.tenant] < most]
+        return min(may, key=lambda sequence: running[sequence.job.tenant], default=None)
 
     def plan(self) -> Step | None:
         """The next step, or None when nothing runs."""

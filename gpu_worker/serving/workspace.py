@@ -24,7 +24,8 @@ class WorkspaceError(ValueError):
 class Workspace:
     """The sizes of an engine.
 
-    ``lanes`` requests run at once, each with room for ``lane_tokens`` tokens of prompt and answer.
+    ``lanes`` requests run at once, each with room for ``lane_tokens`` tokens of prompt and answer;
+    of one tenant at most ``tenant_lanes``, or with 0 as many as there are.
     The bank holds ``adapters`` adapters of at most ``rank``; every adapter pays for that rank.
     ``targets`` names the modules that have a place in the bank, by their last names; None is all
     that can have one. A step runs at most ``step_tokens`` tokens. ``outstanding`` requests may be
@@ -34,6 +35,7 @@ class Workspace:
 
     lanes: int = 16
     lane_tokens: int = _LANE_TOKENS
+    tenant_lanes: int = 0
     adapters: int = 16
     rank: int = 16
     targets: frozenset[str] | None = None

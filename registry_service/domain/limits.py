@@ -148,6 +148,8 @@ POOL_TENANT_ADAPTERS: Final = 2_048
 
 # What a serving node takes at its start, and loads
 NODE_RUNNING: Final = 16
+# Half of the lanes: what runs is never stopped for another one, and may run for minutes.
+TENANT_RUNNING: Final = 8
 NODE_TOKENS: Final = 2048
 ADAPTER_SEQUENCES: Final = 32
 NODE_ADAPTERS: Final = 16

@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
-from gpu_worker.serving.base_load import base_load
+from gpu_worker.serving.base_load import LoadedBase, base_load
 from gpu_worker.serving.completions import Completions
 from gpu_worker.serving.json_log import JsonFormatter
 from gpu_worker.serving.listening import Listener
@@ -157,23 +157,34 @@ def own_template(files: dict[str, bytes]) -> dict[str, bytes]:
     }
 
 
+def node_make(
+    registry: sw.FakeRegistry,
+    root: Path,
+    loaded: LoadedBase,
+    load_limits: LoadLimits | None = None,
+    **changes: Any,
+) -> startup.Node:
+    """A node of the registry's base over a folder, not started."""
+    client: Any = registry
+    identity = startup.base_admit(client, registry.trust(), registry.base)
+    return startup.Node(
+        client,
+        registry.trust(),
+        NodeStore(root / "store", url=registry.url, node=sw.NODE),
+        identity,
+        loaded,
+        gate=sw.gate(registry, identity),
+        load_limits=load_limits or LoadLimits(),
+        **changes,
+    )
+
+
 @contextmanager
 def listening(
     registry: sw.FakeRegistry, base: ProvenBase, root: Path, **changes: Any
 ) -> Iterator[HttpWorld]:
     """A node that takes requests over HTTP until the end."""
-    client: Any = registry
-    identity = startup.base_admit(client, registry.trust(), base)
-    node = startup.Node(
-        client,
-        registry.trust(),
-        NodeStore(root / "store", url=registry.url, node=sw.NODE),
-        identity,
-        base_load(base, "cpu"),
-        gate=sw.gate(registry, identity),
-        load_limits=LoadLimits(adapters=8),
-        **changes,
-    )
+    node = node_make(registry, root, base_load(base, "cpu"), LoadLimits(adapters=8), **changes)
     node.start(options_of(root, base))
     try:
         with served(app_build(node.completions, node.residency), node.completions) as url:

@@ -18,23 +18,19 @@ from fastapi.testclient import TestClient
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import startup
 from gpu_worker.serving.base_load import LoadedBase, base_load
+from gpu_worker.serving.eviction import Reason
 from gpu_worker.serving.gate import DeniedError
 from gpu_worker.serving.openai_bodies import completion_parse
-from gpu_worker.serving.options import LoadLimits, Wanted
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.running import Running
-from gpu_worker.serving.store import NodeStore
 from gpu_worker.serving.web import app_build
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import (
-    ConflictError,
-    NotFoundError,
-    RefusedError,
     UnavailableError,
 )
 from tests.integration import serving_world as sw
-from tests.integration.http_world import options_of
+from tests.integration.http_world import node_make, options_of
 from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
@@ -101,21 +97,6 @@ class World:
 
     def states(self) -> dict[Digest, str]:
         return {item.key.digest: str(item.state) for item in self.node.residents.residents()}
-
-
-def node_make(registry: sw.FakeRegistry, root: Path, loaded: LoadedBase) -> startup.Node:
-    client: Any = registry
-    store = NodeStore(root / "store", url=registry.url, node=sw.NODE)
-    identity = startup.base_admit(client, registry.trust(), registry.base)
-    return startup.Node(
-        client,
-        registry.trust(),
-        store,
-        identity,
-        loaded,
-        gate=sw.gate(registry, identity),
-        load_limits=LoadLimits(),
-    )
 
 
 @pytest.fixture
@@ -238,6 +219,32 @@ def test_a_verdict_that_does_not_hold_loads_nothing(world: World, changes: dict[
     assert world.ask(world.digests[0]).status_code == 200
 
 
+def test_a_resident_whose_verdict_expired_is_loaded_again_under_a_newer_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = world.digests[0]
+    assert world.ask(first).status_code == 200
+    running = world.start(first, 1000)
+    with monkeypatch.context() as patched:
+        later = datetime.now(UTC) + timedelta(days=2)
+        patched.setattr(world.node.residents, "_now", lambda: later)
+        refused = world.ask(first)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert not running.generations[0].ended
+    running.cancel()
+    until(lambda: world.states() == {})
+    assert world.node.residents.unloads() == {Reason.VERDICT_EXPIRED: 1}
+    assert world.ask(first).status_code == 200
+    # And not at all where there is none.
+    world.registry.verdict_changes = {"not_after": datetime(2020, 1, 1, tzinfo=UTC)}
+    with monkeypatch.context() as patched:
+        patched.setattr(world.node.residents, "_now", lambda: later)
+        assert world.ask(first).status_code == 503
+    until(lambda: world.states() == {})
+    assert world.ask(first).status_code == 403
+
+
 _OTHER = digest_of(b"other")
 
 
@@ -323,6 +330,16 @@ def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None
     assert world.node.store.feed_index() == 1
     world.registry.artifacts[digest].revoked = False
     assert world.ask(digest).status_code == 403
+
+
+def test_a_tenant_whose_answers_are_long_leaves_lanes_to_the_others(world: World) -> None:
+    crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
+    lanes = world.node.engine._runner.lanes
+    until(lambda: lanes.free == limits.NODE_RUNNING - limits.TENANT_RUNNING)
+    other = world.ask(None, tenant=sw.OTHER, tenant_id=sw.OTHER_ID)
+    assert other.status_code == 200
+    assert not any(one.generations[0].ended for one in crowd)
+    list(map(Running.cancel, crowd))
 
 
 def test_what_was_revoked_while_it_waited_does_not_begin(world: World) -> None:
@@ -418,58 +435,6 @@ def test_a_registry_that_is_down_is_503_and_leaves_nothing(world: World) -> None
     assert world.states() == {}
     world.registry.down = False
     assert world.ask(world.digests[0]).status_code == 200
-
-
-def test_preload(registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path) -> None:
-    digests = list(registry.artifacts)
-    wanted = [Wanted(sw.TENANT, sw.ADAPTER, digest) for digest in digests]
-    loaded = base_load(base, "cpu")
-    node = node_make(registry, tmp_path, loaded)
-    node.start(options_of(tmp_path, base, *wanted))
-    assert all(node.residents.serving(Key(sw.TENANT_ID, digest)) for digest in digests)
-    assert len(registry.catalogs) == 1
-    assert registry.registered == [(sw.NODE, node.base.catalog_digest)]
-    assert [item["state"] for item in registry.heartbeats[0]] == ["SERVING", "SERVING"]
-    with pytest.raises(ConflictError):
-        NodeStore(tmp_path / "store", url=registry.url, node=sw.NODE)
-    node.stop()
-    registry.heartbeats.clear()
-    registry.revoke(digests[1])
-    again = node_make(registry, tmp_path, base_load(base, "cpu"))
-    with pytest.raises(NotFoundError):
-        again.start(options_of(tmp_path, base, *wanted))
-    assert registry.heartbeats == []
-    again.stop()
-
-
-def test_a_preload_that_was_revoked_meanwhile_stops_the_start(
-    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
-) -> None:
-    digest = next(iter(registry.artifacts))
-    registry.overdue = [
-        {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
-    ]
-    node = node_make(registry, tmp_path, base_load(base, "cpu"))
-    with pytest.raises(RefusedError, match="revoked meanwhile"):
-        node.start(options_of(tmp_path, base, Wanted(sw.TENANT, sw.ADAPTER, digest)))
-    node.stop()
-
-
-def test_files_of_an_earlier_run_are_reported_and_purged(
-    registry: sw.FakeRegistry, base: ProvenBase, tmp_path: Path
-) -> None:
-    digest = next(iter(registry.artifacts))
-    node = node_make(registry, tmp_path, base_load(base, "cpu"))
-    folder = node.store.folder(Key(sw.TENANT_ID, digest))
-    registry.pull(sw.TENANT, sw.ADAPTER, digest, folder)
-    registry.overdue = [
-        {"tenantId": str(sw.TENANT_ID), "adapterDigest": digest, "deadlineSeconds": None}
-    ]
-    node.start(options_of(tmp_path, base))
-    assert registry.heartbeats[0][0]["state"] == "STORED"
-    until(lambda: bool(registry.acknowledged))
-    assert not folder.exists()
-    node.stop()
 
 
 def test_a_context_from_before_this_process_is_refused(world: World) -> None:

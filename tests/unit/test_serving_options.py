@@ -64,12 +64,13 @@ def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
     assert (limits.running, limits.tokens) == (16, 2048)
     assert limits.queue.waiting_each == limits.sequences
     given = ["--memory-mib", "2048", "--max-adapters", "32", "--max-rank", "64"]
-    given += ["--max-running", "32", "--max-tokens", "512"]
+    given += ["--max-running", "32", "--max-tenant-running", "20", "--max-tokens", "512"]
     given += ["--max-adapter-mib", "100", "--max-sequences", "8", "--max-tenant-adapters", "4"]
     given += ["--max-tenant-mib", "300", "--max-tenant-loads", "5"]
     assert options_parse([*NEEDED, *given]).limits == LoadLimits(
         memory=2048 * MIB,
         running=32,
+        tenant_running=20,
         tokens=512,
         adapters=32,
         rank=64,
@@ -85,6 +86,12 @@ def test_what_adapters_may_take_is_bounded_and_has_defaults() -> None:
 def test_a_tenant_has_half_of_the_adapters_unless_it_is_said(adapters: int, share: int) -> None:
     options = options_parse([*NEEDED, "--max-adapters", str(adapters)])
     assert options.limits.tenant_adapters == share
+
+
+@pytest.mark.parametrize(("running", "share"), [(1, 1), (3, 1), (64, 32)])
+def test_a_tenant_has_half_of_the_lanes_unless_it_is_said(running: int, share: int) -> None:
+    options = options_parse([*NEEDED, "--max-running", str(running)])
+    assert options.limits.tenant_running == share
 
 
 @pytest.mark.parametrize(

@@ -126,21 +126,36 @@ def test_grouped_runs_one_row_a_step_and_starves_none() -> None:
 
 def test_tenants_take_turns_to_join() -> None:
     scheduler = Scheduler(1024)
-
-    def asked(tenant: str, number: int) -> Sequence:
-        found = sequence(number)
-        found.job = replace(found.job, tenant=tenant)
-        return found
-
     first = [asked("a", n) for n in range(1, 7)]
     scheduler.waiting.extend([*first, *(asked("b", n) for n in range(11, 13)), asked("c", 21)])
+    assert join_all(scheduler) == [1, 11, 21, 2, 12, 3, 4, 5, 6]
+
+
+def test_a_tenant_has_its_part_of_the_lanes_and_what_is_nobodys_has_no_bound() -> None:
+    scheduler = Scheduler(1024, tenant_most=2)
+    scheduler.waiting.extend(asked(tenant, n) for tenant in ("a", "b") for n in (1, 2, 3))
+    scheduler.waiting.extend(asked(None, n) for n in (11, 12, 13))
+    assert sorted(join_all(scheduler)) == [1, 1, 2, 2, 11, 12, 13]
+    assert [len(s.job.prompt) for s in scheduler.waiting] == [3, 3]
+    scheduler.running.pop(0)
+    assert join_all(scheduler) == [3]
+
+
+def asked(tenant: str | None, number: int) -> Sequence:
+    """A tenant's request with a prompt of so many tokens."""
+    found = sequence(number)
+    found.job = replace(found.job, tenant=tenant)
+    return found
+
+
+def join_all(scheduler: Scheduler) -> list[int]:
+    """The prompts of all that may join, in their order."""
     order = []
-    while scheduler.waiting:
-        joined = scheduler.next_waiting()
+    while (joined := scheduler.next_waiting()) is not None:
         scheduler.waiting.remove(joined)
         scheduler.running.append(joined)
         order.append(len(joined.job.prompt))
-    assert order == [1, 11, 21, 2, 12, 3, 4, 5, 6]
+    return order
 
 
 def test_a_step_splits_into_one_for_each_sequence() -> None:
