@@ -54,7 +54,7 @@ def _run(module: str, *arguments: str) -> str:
 
 
 def measure(base: Path) -> Iterator[dict[str, Any]]:
-    """A line for each dtype and set of targets, and one for PEFT."""
+    """Two lines for each dtype and set of targets: to the base alone, and to PEFT."""
     import torch
 
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -64,11 +64,10 @@ def measure(base: Path) -> Iterator[dict[str, Any]]:
                 goal = GOALS[name, what]
                 times = in_turns(ours.plain, ours.mixed)
                 yield _line(f"decode {name} {what}, to the base alone", times, goal)
-                if what == "q,v":
-                    theirs = Peft(base, dtype, targets)
-                    times = in_turns(theirs.mixed, ours.mixed)
-                    yield _line(f"decode {name} {what}, to PEFT's mixed batch", times, 1.6)
-                    del theirs
+                theirs = Peft(base, dtype, targets)
+                times = in_turns(theirs.mixed, ours.mixed)
+                yield _line(f"decode {name} {what}, to PEFT's mixed batch", times, 1.6)
+                del theirs
 
 
 def _line(what: str, times: list[list[float]], goal: float) -> dict[str, Any]:

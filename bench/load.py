@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.publish import MIB
+from registry_service.domain.limits import MIB
 from tests.integration.conftest import safetensors_bytes
 
 # 1.22 MB for each rank on every linear module of SmolLM2, in fp32.
@@ -69,7 +70,7 @@ def measure(base: Path, root: Path) -> Iterator[dict[str, Any]]:
             ("ours", ours.files(), ours.load, ours.unload),
             ("PEFT", theirs, peft_load, peft_unload),
         ):
-            seconds = timed(files, lambda run=run, turn=turn: run(turn))
+            seconds = timed(files, partial(run, turn))
             undo(turn)
             if turn:
                 times[name].append(seconds)

@@ -7,7 +7,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-def safetensors_bytes(tensors: dict[str, tuple[int, ...]], fill: int = 0) -> bytes:
+def safetensors_bytes(tensors: Mapping[str, tuple[int, ...]], fill: int = 0) -> bytes:
     """A safetensors file of F32 tensors of the given shapes."""
     header, position = {}, 0
     for name, shape in tensors.items():
