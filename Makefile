@@ -33,8 +33,10 @@ demo: $(STAMP)  ## one real adapter, from training to serving and out again
 up: $(STAMP)  ## the stack in the foreground, data under var/up
 	@$(BIN)/adapterctl up --data-dir var/up
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+# A file stays together: its fixtures are made once. In their own order the long ones are not last.
+# OpenMP's threads do not spin, since those of one process would keep the other from the processors.
+test: $(STAMP)  ## all tests, two files at once
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-unit: $(STAMP)  ## the unit tests: no torch, no database
 	$(BIN)/python -m pytest tests/unit
