@@ -3,7 +3,8 @@
 The base's template is proven by its digest, an adapter's was approved with it. Either is a program,
 and runs in a process of its own with bounds (``template_process``): one that loops for ever, or
 writes without end, costs its own request and never the node. A template that went beyond its bounds
-is not run again.
+is not run again for that tenant; it may have been what the tenant's messages made of it, and others
+go on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ChatTemplates:
         self._turns = TurnLock()
         self._lock = threading.Lock()
         self._process: _Process | None = None
-        self._refused: dict[Digest, None] = {}
+        self._refused: dict[tuple[Digest, UUID], None] = {}
 
     def close(self) -> None:
         """End the process."""
@@ -73,7 +74,7 @@ class ChatTemplates:
                 "use /v1/completions",
                 "messages",
             )
-        digest = digest_of(template.encode())
+        run = (digest_of(template.encode()), tenant_id)
         frame = {
             "template": template,
             "now": self._now().isoformat(),
@@ -87,10 +88,10 @@ class ChatTemplates:
         }
         content = json.dumps(frame).encode()
         with self._places.held(tenant_id), self._turns.held(tenant_id), self._lock:
-            return self._render(digest, content)
+            return self._render(run, content)
 
-    def _render(self, digest: Digest, frame: bytes) -> str:
-        if digest in self._refused:
+    def _render(self, run: tuple[Digest, UUID], frame: bytes) -> str:
+        if run in self._refused:
             raise _beyond()
         try:
             if self._process is None:
@@ -99,7 +100,7 @@ class ChatTemplates:
         except OSError as error:
             if self._end() not in _BEYOND:
                 raise UnavailableError("the chat template was not rendered") from error
-            self._refused[digest] = None
+            self._refused[run] = None
             if len(self._refused) > _REFUSED:
                 del self._refused[next(iter(self._refused))]
             raise _beyond() from error
@@ -195,6 +196,6 @@ class _Process:
 def _beyond() -> BodyError:
     return BodyError(
         "messages: the chat template goes beyond its bounds of time, memory or length; "
-        "it is not run again on this node",
+        "it is not run again on this node for this tenant",
         "messages",
     )

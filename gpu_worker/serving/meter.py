@@ -61,7 +61,7 @@ class Amount:
 
 
 class Meter:
-    """What each tuple used since the start. The caller serializes its calls."""
+    """What each tuple used in this run. The caller serializes its calls."""
 
     def __init__(self) -> None:
         self._used: dict[RequestTuple, Amount] = {}
@@ -75,7 +75,7 @@ class Meter:
         self._changed[who] = self._changes
 
     def used(self) -> dict[RequestTuple, Amount]:
-        """Everything since the start."""
+        """Everything in this run."""
         return dict(self._used)
 
     def since(self, change: int) -> tuple[dict[RequestTuple, Amount], int]:
@@ -85,3 +85,13 @@ class Meter:
         """
         found = {who: self._used[who] for who, at in self._changed.items() if at > change}
         return found, self._changes
+
+    def run_end(self, change: int) -> dict[RequestTuple, Amount]:
+        """The totals that changed after ``change``; from now on it counts another run."""
+        found, _ = self.since(change)
+        self._used.clear()
+        self._changed.clear()
+        return found
+
+    def __len__(self) -> int:
+        return len(self._used)

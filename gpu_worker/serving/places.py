@@ -53,7 +53,10 @@ class Places:
 
 
 class TurnLock:
-    """A lock whose waiting tenants take turns, however many wait for one of them."""
+    """A lock whose waiting tenants take turns, however many wait for one of them.
+
+    The tenant whose turn it is comes behind all that came meanwhile.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -69,14 +72,13 @@ class TurnLock:
             self._waiting.setdefault(tenant_id, deque()).append(ticket)
             self._changed.wait_for(lambda: not self._held and self._next() is ticket)
             self._held = True
-            tickets = self._waiting.pop(tenant_id)
-            tickets.popleft()
-            if tickets:
-                self._waiting[tenant_id] = tickets
+            self._waiting[tenant_id].popleft()
         try:
             yield
         finally:
             with self._changed:
+                if tickets := self._waiting.pop(tenant_id):
+                    self._waiting[tenant_id] = tickets
                 self._held = False
                 self._changed.notify_all()
 

@@ -14,6 +14,7 @@ from gpu_worker.serving.openai_bodies import (
     PromptTooLongError,
 )
 from gpu_worker.serving.pieces import Pieces
+from gpu_worker.serving.places import TurnLock
 from gpu_worker.serving.reading import TokenText
 from gpu_worker.serving.sequence import Sampling
 from registry_service.domain import limits
@@ -39,7 +40,10 @@ class PromptText(TokenText, Protocol):
 
 
 class Prompts:
-    """Makes prompts for one base. Thread-safe."""
+    """Makes prompts for one base; tenants take turns at the tokenizer. Thread-safe.
+
+    What one of them waits for there is one prompt of each other tenant, bounded in characters.
+    """
 
     def __init__(
         self, text: PromptText, templates: ChatTemplates, template: str, *, lane_tokens: int
@@ -49,6 +53,7 @@ class Prompts:
         self._templates = templates
         self._template = template
         self._lane_tokens = lane_tokens
+        self._turns = TurnLock()
 
     def tokens(
         self, body: Body, template: str | None, tenant_id: UUID
@@ -65,12 +70,14 @@ class Prompts:
             field = "messages"
             chosen = self._template if template is None else template
             rendered = self._templates.render(chosen, body.messages, tenant_id)
-            prompt = self.text.encode_rendered(self._bounded(rendered, field, most))
+            text, encode = self._bounded(rendered, field, most), self.text.encode_rendered
         elif isinstance(body, CompletionBody):
             field = "prompt"
-            prompt = self.text.encode(self._bounded(body.prompt, field, most))
+            text, encode = self._bounded(body.prompt, field, most), self.text.encode
         else:
             raise TypeError(type(body).__name__)
+        with self._turns.held(tenant_id):
+            prompt = encode(text)
         if not prompt:
             raise BodyError(f"{field}: expected at least one token, got none", field)
         if len(prompt) > most:

@@ -53,6 +53,14 @@ class Recorder:
         with self._lock:
             return self._meter.since(change)
 
+    def used_run_end(self, change: int, most: int) -> dict[RequestTuple, Amount] | None:
+        """End the meter's run when it holds more than ``most`` tuples, else None.
+
+        Returns its totals that changed after a change: nothing else knows them any more.
+        """
+        with self._lock:
+            return self._meter.run_end(change) if len(self._meter) > most else None
+
     def ended(self, running: Running) -> None:
         """The engine holds nothing of a request any more: what it used is final."""
         if not running.generations:

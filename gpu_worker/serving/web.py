@@ -69,7 +69,7 @@ class SlowBodyError(MalformedError):
 
 def app_build(completions: Completions, residency: Residency) -> FastAPI:
     """The node's HTTP application; ``residency`` reports what operators see."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(RegistryError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     asks = _Asks(completions)

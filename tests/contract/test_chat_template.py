@@ -62,6 +62,10 @@ DOUBLES = (
 RECURSES = (
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}"
 )
+SQUARES = (
+    "{% for a in messages[0].content %}{% for b in messages[0].content %}{% endfor %}{% endfor %}"
+    "{{ messages[0].content }}"
+)
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -159,6 +163,20 @@ def test_a_template_without_end_is_ended_and_not_run_again(template: str) -> Non
         assert templates.render(CHATML, messages(CHATS[0]), TENANT).startswith(
             "<|im_start|>user\nhello"
         )
+    finally:
+        templates.close()
+
+
+def test_a_chat_that_a_template_cannot_bear_costs_other_tenants_nothing() -> None:
+    templates = ChatTemplates({}, now=now)
+    other = UUID(int=2001)
+    try:
+        assert templates.render(SQUARES, messages(CHATS[0]), TENANT) == "hello"
+        with pytest.raises(BodyError, match="beyond its bounds"):
+            templates.render(SQUARES, messages([("user", "x" * 100_000)]), TENANT)
+        assert templates.render(SQUARES, messages(CHATS[0]), other) == "hello"
+        with pytest.raises(BodyError, match="not run again on this node for this tenant"):
+            templates.render(SQUARES, messages(CHATS[0]), TENANT)
     finally:
         templates.close()
 

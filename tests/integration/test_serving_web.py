@@ -140,3 +140,18 @@ def test_residency_is_for_this_machine_whatever_a_header_says(node: Any, url: st
     for peer, status in (("127.0.0.1", 200), ("::1", 200), ("10.0.0.1", 404), ("elsewhere", 404)):
         with TestClient(app, client=(peer, 1), headers={"X-Forwarded-For": "127.0.0.1"}) as client:
             assert client.get("/v1/residency").status_code == status
+
+
+def test_a_path_with_a_slash_more_is_another_path(node: Any, url: str) -> None:
+    unknown = httpx.get(f"{url}/v1/models")
+    assert unknown.status_code == 404
+    for method, path in (
+        ("POST", "/v1/completions/"),
+        ("POST", "/v1/chat/completions/"),
+        ("GET", "/v1/residency/"),
+        ("GET", "/healthz/"),
+    ):
+        said = httpx.request(method, url + path, headers={"Routing-Context": "one"})
+        assert (said.status_code, said.content) == (404, unknown.content)
+        assert "location" not in said.headers
+    assert node.started == []

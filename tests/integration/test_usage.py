@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_worker.serving.adapter_statistics import AdapterStatistics
 from gpu_worker.serving.meter import Amount, RequestTuple
@@ -14,7 +18,7 @@ from gpu_worker.serving.recorder import Recorder
 from gpu_worker.serving.tracing import Tracer, provider_open
 from gpu_worker.serving.usage_report import UsageReport
 from registry_service.client import RegistryClient
-from registry_service.domain import wire
+from registry_service.domain import limits, wire
 from registry_service.domain.digests import digest_of
 from registry_service.domain.errors import (
     ForbiddenError,
@@ -101,9 +105,13 @@ def test_a_list_is_paged(world: World, node: RegistryClient) -> None:
     assert len(used(world, "operator", "t-1042")) == 120
 
 
-def test_what_was_not_heard_is_told_again(world: World, node: RegistryClient) -> None:
+def recorder_make() -> Recorder:
     metrics = Metrics(Looks(dict, dict, dict))
-    recorder = Recorder(metrics, AdapterStatistics(metrics), Tracer(provider_open(None, node="n")))
+    return Recorder(metrics, AdapterStatistics(metrics), Tracer(provider_open(None, node="n")))
+
+
+def test_what_was_not_heard_is_told_again(world: World, node: RegistryClient) -> None:
+    recorder = recorder_make()
     who = RequestTuple(tenant_id(world, "t-1042"), world.base_digest, A, digest_of(b"t"))
     report = UsageReport(node, recorder, "node-1")
     recorder._meter.count(who, Amount(1, 10, 2, 0))
@@ -118,3 +126,80 @@ def test_what_was_not_heard_is_told_again(world: World, node: RegistryClient) ->
     recorder._meter.count(who, Amount(1, 10, 2, 0))
     report.send()
     assert used(world, "operator", "t-1042") == {A: 2}
+
+
+def test_what_a_node_forgot_is_counted_once(
+    world: World, node: RegistryClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "USAGE_TUPLES", 1)
+    recorder = recorder_make()
+    report = UsageReport(node, recorder, "node-1")
+    one, two = (
+        RequestTuple(tenant_id(world, "t-1042"), world.base_digest, digest, digest_of(b"t"))
+        for digest in (A, B)
+    )
+    for who in (one, one, two, one):
+        recorder._meter.count(who, Amount(1, 10, 2, 0))
+        report.send()
+    assert used(world, "operator", "t-1042") == {A: 3, B: 1}
+    assert set(recorder._meter.used()) == {one}
+
+
+class Sums:
+    """A registry's side of reports: it may be down, or its answer lost, and requests go on."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.kept: dict[tuple[str, str, str], int] = {}
+        self.lost = ""
+        self.meanwhile: list[RequestTuple] = []
+
+    def requests_end(self) -> None:
+        while self.meanwhile:
+            self._recorder._meter.count(self.meanwhile.pop(), Amount(1))
+
+    def usage_report(self, _node: str, run: str, items: list[dict[str, Any]]) -> None:
+        self.requests_end()
+        if self.lost == "report":
+            raise UnavailableError("down")
+        for each in items:
+            key = (run, each["tenantId"], each["adapterDigest"])
+            self.kept[key] = max(self.kept.get(key, 0), each["requests"])
+        if self.lost == "answer":
+            raise UnavailableError("lost")
+
+    def sums(self) -> Counter[tuple[str, str]]:
+        """The runs of a node are added up."""
+        found: Counter[tuple[str, str]] = Counter()
+        for (_, tenant, digest), requests in self.kept.items():
+            found[tenant, digest] += requests
+        return found
+
+
+TUPLES = [
+    RequestTuple(uuid.UUID(int=tenant), A, digest, digest_of(b"t"))
+    for tenant in (1, 2)
+    for digest in (A, B)
+]
+USES = st.lists(st.sampled_from(TUPLES), max_size=4)
+ROUNDS = st.lists(st.tuples(USES, USES, st.sampled_from(["", "", "report", "answer"])), max_size=8)
+
+
+@given(ROUNDS)
+def test_whatever_is_lost_or_forgotten_everything_is_counted_once(
+    rounds: list[tuple[list[RequestTuple], list[RequestTuple], str]],
+) -> None:
+    recorder = recorder_make()
+    client: Any = Sums(recorder)
+    report = UsageReport(client, recorder, "node-1")
+    with patch.object(limits, "USAGE_TUPLES", 1):
+        for before, meanwhile, lost in [*rounds, ([], [], "")]:
+            for who in before:
+                recorder._meter.count(who, Amount(1))
+            client.meanwhile, client.lost = list(meanwhile), lost
+            report._try()
+            assert lost or len(recorder._meter.used()) <= 1
+            client.requests_end()
+        report.send()
+    asked = [who for before, meanwhile, _ in rounds for who in (*before, *meanwhile)]
+    assert client.sums() == Counter((str(who.tenant_id), who.adapter_digest) for who in asked)

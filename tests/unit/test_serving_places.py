@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from uuid import UUID
 
 import pytest
 
 from gpu_worker.serving.places import Places, TurnLock
 from registry_service.domain.errors import TooManyRequestsError, UnavailableError
+from tests.waiting import until
 
 ONE, TWO, THREE = (UUID(int=number) for number in (1, 2, 3))
 
@@ -49,24 +50,45 @@ def test_a_place_is_given_back_whatever_happens() -> None:
         pass
 
 
-def test_tenants_take_turns_however_many_wait_for_one() -> None:
-    lock = TurnLock()
+@contextmanager
+def waiting(lock: TurnLock, *tenants: UUID) -> Iterator[list[UUID]]:
+    """Let these wait, in this order; at the end, who held the lock."""
     ran: list[UUID] = []
 
     def wait(tenant: UUID) -> None:
         with lock.held(tenant):
             ran.append(tenant)
 
-    threads = []
-    with lock.held(THREE):
-        for count, tenant in enumerate((ONE, ONE, ONE, TWO, TWO), start=1):
-            threads.append(threading.Thread(target=wait, args=(tenant,)))
-            threads[-1].start()
-            while sum(map(len, lock._waiting.values())) < count:
-                time.sleep(0.01)
+    def queued() -> int:
+        return sum(map(len, lock._waiting.values()))
+
+    before = queued()
+    threads = [threading.Thread(target=wait, args=(tenant,)) for tenant in tenants]
+    for count, thread in enumerate(threads, start=before + 1):
+        thread.start()
+        until(lambda count=count: queued() == count)
+    yield ran
     for thread in threads:
         thread.join(10)
+
+
+def test_tenants_take_turns_however_many_wait_for_one() -> None:
+    lock, held = TurnLock(), ExitStack()
+    held.enter_context(lock.held(THREE))
+    with waiting(lock, ONE, ONE, ONE, TWO, TWO) as ran:
+        held.close()
     assert ran == [ONE, TWO, ONE, TWO, ONE]
+
+
+@pytest.mark.parametrize("others", [(), (THREE,)])
+def test_who_comes_during_anothers_turn_waits_for_that_tenants_turn_alone(
+    others: tuple[UUID, ...],
+) -> None:
+    lock, held = TurnLock(), ExitStack()
+    held.enter_context(lock.held(ONE))
+    with waiting(lock, ONE, ONE, *others, TWO) as ran:
+        held.close()
+    assert ran == [*others, TWO, ONE, ONE]
 
 
 def test_a_turn_that_fails_is_the_next_ones() -> None:
