@@ -24,10 +24,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Slots(Protocol):
-    """Holds sessions of adapters on disk."""
+    """Holds sessions of adapters, on disk and on their way there."""
 
     def keys(self) -> set[Key]:
-        """The adapters that it holds pages of."""
+        """The adapters that it holds something of."""
         ...
 
     def remove(self, digest: Digest) -> int:

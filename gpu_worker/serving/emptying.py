@@ -42,10 +42,10 @@ It raises what kept the registry from hearing it.
 
 
 class Purges(Protocol):
-    """Holds prefix blocks of adapters."""
+    """Holds KV of adapters in memory: prefix blocks, or states that are to be saved."""
 
     def purge(self, key: Key) -> int:
-        """Drop every block that was computed with this adapter; how many."""
+        """Drop all that was computed with this adapter, and keep none of it; how many blocks."""
         ...
 
 

@@ -101,6 +101,12 @@ class Node:
             event_log, base_digest=base.digest, tokenizer_digest=base.tokenizer_digest
         )
         self.slots = Slots(store.slots, store.node_key(), on_event=slot_log)
+        self.turns = Turns(
+            self.slots,
+            self._runtime(loaded),
+            self.ledgers.host,
+            self.engine.memory().lanes // self.engine.workspace.lanes,
+        )
         self.residents = Residents(
             loading,
             self.engine,
@@ -108,18 +114,14 @@ class Node:
             held,
             now=now,
             acknowledge=self.follower.acknowledge,
-            purges=[self.engine],
-            slots=[self.slots],
+            # In this order: after the first no state is kept, and the engine is purged by the
+            # model's thread between two steps, where none is on its way any more.
+            purges=[self.turns, self.engine],
+            slots=[self.turns],
         )
         self.residents.watch(self.statistics)
         self.audit = BaseAudit(loaded.parameters, loaded.parameters_digest, self.engine.stop)
         self.residents.watch(self.audit)
-        self.turns = Turns(
-            self.slots,
-            self._runtime(loaded),
-            self.ledgers.host,
-            self.engine.memory().lanes // self.engine.workspace.lanes,
-        )
         self.templates = ChatTemplates(loaded.text.special_tokens, now=now)
         self.traces = provider_open(traces, node=self.name)
         recorder = Recorder(metrics, self.statistics, Tracer(self.traces))

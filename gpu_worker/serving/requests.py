@@ -267,6 +267,8 @@ class Requests:
         self._leave(sequence, "", failure)
 
     def _leave(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
+        # What it never put into a lane goes now: the error may hold the sequence for a while.
+        sequence.lane_state = None
         try:
             if sequence.lane >= 0:
                 self._scheduler.running.remove(sequence)

@@ -7,6 +7,7 @@ put back are never looked at. Page numbers are never given twice.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 from uuid import UUID
@@ -86,8 +87,9 @@ class SlotIndex:
     def trim(self, budget: Budget) -> tuple[Entry, ...]:
         """Forget pages until all fit; those forgotten.
 
-        A tenant over its share loses its own least recently used ones. When the node is over, the
-        tenant that holds most does, so that nobody's many pages push out another's few.
+        A tenant over its share loses its own least recently used ones. When there are too many
+        slots, the tenant with most of them does, and when they are too large, the one with most
+        bytes: nobody's many pages push out another's few, and nobody's large ones another's small.
         """
         gone = []
         while (tenant := self._over(budget)) is not None:
@@ -117,13 +119,18 @@ class SlotIndex:
             raise MalformedError("slot index: expected entries and the next page") from error
 
     def _over(self, budget: Budget) -> UUID | None:
-        held: dict[UUID, int] = {}
+        """The tenant that has to lose a page, if any has to."""
+        slots: Counter[UUID] = Counter()
+        held: Counter[UUID] = Counter()
         for entry in self._entries.values():
-            held[entry.tenant_id] = held.get(entry.tenant_id, 0) + entry.size
+            slots[entry.tenant_id] += 1
+            held[entry.tenant_id] += entry.size
         for tenant, size in held.items():
             if size > budget.tenant_bytes:
                 return tenant
-        if len(self._entries) > budget.slots or sum(held.values()) > budget.node_bytes:
+        if slots.total() > budget.slots:
+            return max(slots, key=lambda tenant: slots[tenant])
+        if held.total() > budget.node_bytes:
             return max(held, key=lambda tenant: held[tenant])
         return None
 

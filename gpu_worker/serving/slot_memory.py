@@ -64,3 +64,23 @@ class Room:
     def release(self) -> None:
         """Give all of it back. A second time does nothing."""
         self._memory.give_back(self._tenant, self._reservation.release())
+
+
+class Held:
+    """The memory of a state that a turn has, until so many sequences are done with it."""
+
+    def __init__(self, sequences: int = 1) -> None:
+        self.room: Room | None = None
+        self._left = sequences
+
+    def less(self) -> None:
+        """One sequence is done with it. Called on the model's thread."""
+        self._left -= 1
+        if self._left <= 0:
+            self.release()
+
+    def release(self) -> None:
+        """The state is gone, or never came. On any thread, and as often as one likes."""
+        room, self.room = self.room, None
+        if room is not None:
+            room.release()

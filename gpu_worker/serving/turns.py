@@ -5,19 +5,19 @@ turn without an adapter is a turn like any other. Pages are saved and dropped be
 thread, which only hands over what is to be done; the next turn of a session waits for it.
 
 KV outside of lanes is in the ledger for as long as it is there. Where there is no memory for it, a
-turn begins cold, or is not saved; a turn never fails for it.
+turn begins cold, or is not saved; a turn never fails for it. What waits to be saved of an adapter
+is dropped when it is revoked.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 from uuid import UUID
 
 import torch
@@ -34,7 +34,8 @@ from gpu_worker.serving.identity import (
 from gpu_worker.serving.lanes import LaneState
 from gpu_worker.serving.ledger import Ledger, LedgerFullError, Owner
 from gpu_worker.serving.residency import Key
-from gpu_worker.serving.slot_memory import Room, SlotMemory
+from gpu_worker.serving.save_queue import SaveQueue, Slot, Work
+from gpu_worker.serving.slot_memory import Held, Room, SlotMemory
 from gpu_worker.serving.slot_restore import Reader
 from gpu_worker.serving.slot_sidecar import Refusal, Session, SlotRefusedError
 from gpu_worker.serving.slot_state import token_bytes
@@ -43,8 +44,6 @@ from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER, RoutingContext
 
 _LOG = logging.getLogger(__name__)
-# A disk that cannot follow costs saves, not answers.
-_WAITING: Final = 4
 # A state as one file's bytes, and sealed.
 _SAVING_AT_ONCE: Final = 2
 _SAVE_WAIT_SECONDS: Final = 2.0
@@ -109,49 +108,6 @@ class Turn:
     on_lane_state: Callable[[LaneState], None]
 
 
-class _Slot(NamedTuple):
-    session: Session
-    identity: Identity
-
-    @property
-    def name(self) -> tuple[UUID, Session]:
-        return self.identity.tenant_id, self.session
-
-    @property
-    def owner(self) -> Owner:
-        """Whose memory its KV takes: its adapter's, or the tenant's on the base alone."""
-        tenant, adapters = self.identity.tenant_id, self.identity.adapters
-        return tenant if adapters == BASE_MARKER else Key(tenant, Digest(adapters[0][0]))
-
-
-class _Work(NamedTuple):
-    """What is to be done with a slot; ``room`` is that of what it holds."""
-
-    slot: _Slot
-    run: Callable[[], object]
-    room: Room | None = None
-
-
-class _Held:
-    """The memory of a state that a turn has, until so many sequences are done with it."""
-
-    def __init__(self, sequences: int = 1) -> None:
-        self.room: Room | None = None
-        self._left = sequences
-
-    def less(self) -> None:
-        """One sequence is done with it. Called on the model's thread."""
-        self._left -= 1
-        if self._left <= 0:
-            self.release()
-
-    def release(self) -> None:
-        """The state is gone, or never came. On any thread, and as often as one likes."""
-        room, self.room = self.room, None
-        if room is not None:
-            room.release()
-
-
 class Turns:
     """The turns of all sessions on a node, and the one thread that changes their slots."""
 
@@ -161,16 +117,53 @@ class Turns:
         self._memory = SlotMemory(ledger)
         self._token_bytes = token_bytes(runtime.layout, runtime.dtype)
         self._lane_tokens = lane_bytes // self._token_bytes
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        # All below goes by its lock.
         self._done = threading.Condition()
+        self._queue = SaveQueue()
         self._pending: Counter[tuple[UUID, Session]] = Counter()
+        self._running: Owner | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Do what is handed over already, and end the thread."""
-        self._queue.put(None)
+        with self._done:
+            self._closing = True
+            self._done.notify_all()
         self._thread.join()
+
+    def keys(self) -> set[Key]:
+        """The adapters that there are pages of, or will be."""
+        with self._done:
+            found = self._queue.keys()
+            if isinstance(self._running, Key):
+                found.add(self._running)
+        # In this order: what is saved meanwhile is in both, and not in none.
+        return found | self._slots.keys()
+
+    def purge(self, key: Key) -> int:
+        """Drop the states of an adapter that wait, keep none from now on, and wait for the rest.
+
+        Returns 0: none of it is a block.
+        """
+        with self._done:
+            dropped = [(work.slot, work.room) for work in self._queue.remove(key)]
+        # The states are gone by now, so that their room may go as well.
+        for slot, room in dropped:
+            self._dropped(slot, room)
+            self._ended(slot)
+        with self._done:
+            self._done.wait_for(lambda: self._running != key)
+        return 0
+
+    def remove(self, digest: Digest) -> int:
+        """Remove every page of an adapter, after its purge; how many.
+
+        Raises:
+            UnavailableError: some files could not be removed; asking again tries again.
+        """
+        return self._slots.remove(digest)
 
     def begin(self, context: RoutingContext, sequences: int = 1) -> Turn:
         """Restore what the request's session left under the request's identity.
@@ -181,10 +174,10 @@ class Turns:
             MalformedError: a context that no identity can be built from.
         """
         identity = self._runtime.identity(context)
-        slot = _Slot(Session(context.session_id, context.subject), identity)
+        slot = Slot(Session(context.session_id, context.subject), identity)
         with self._done:
             self._done.wait_for(lambda: not self._pending[slot.name], _SAVE_WAIT_SECONDS)
-        reading, saving = _Held(sequences), _Held()
+        reading, saving = Held(sequences), Held()
         found = self._restore(slot, reading)
 
         def release() -> None:
@@ -201,7 +194,7 @@ class Turns:
             on_lane_state=partial(self._state, slot, saving),
         )
 
-    def _restore(self, slot: _Slot, held: _Held) -> Restored | None:
+    def _restore(self, slot: Slot, held: Held) -> Restored | None:
         """A slot's page, where there is memory to read it."""
 
         def reserve(size: int) -> None:
@@ -219,12 +212,14 @@ class Turns:
                 held.release()
         return found
 
-    def _wanted(self, slot: _Slot, held: _Held, tokens: int) -> bool:
+    def _wanted(self, slot: Slot, held: Held, tokens: int) -> bool:
         """Whether a state of so many tokens would be saved; True holds memory for it."""
         held.release()
         size = tokens * self._token_bytes
-        if self._queue.qsize() >= _WAITING:
-            self._slots.save_skipped(slot.identity, "too many saves wait")
+        with self._done:
+            full = self._queue.full(slot)
+        if full:
+            self._slots.save_skipped(slot.identity, full)
             return False
         try:
             held.room = self._memory.reserve(size, slot.owner)
@@ -234,13 +229,14 @@ class Turns:
         held.room.commit(size)
         return True
 
-    def _state(self, slot: _Slot, held: _Held, state: LaneState) -> None:
+    def _state(self, slot: Slot, held: Held, state: LaneState) -> None:
         if held.room is None and not self._wanted(slot, held, len(state.tokens)):
             return
         room, held.room = held.room, None
-        self._hand_over(_Work(slot, partial(self._save, slot, state), room))
+        if not self._hand_over(Work(slot, partial(self._save, slot, state), room)):
+            self._dropped(slot, room)
 
-    def _save(self, slot: _Slot, state: LaneState) -> None:
+    def _save(self, slot: Slot, state: LaneState) -> None:
         try:
             room = self._memory.reserve(_SAVING_AT_ONCE * state.size, slot.owner)
         except LedgerFullError as error:
@@ -251,15 +247,18 @@ class Turns:
         finally:
             room.release()
 
-    def _refuse(self, slot: _Slot, page: int, error: Exception) -> None:
+    def _refuse(self, slot: Slot, page: int, error: Exception) -> None:
         refused = SlotRefusedError(Refusal.LANE, "a state that a lane takes", type(error).__name__)
-        self._hand_over(_Work(slot, lambda: self._slots.refuse(*slot, page, refused)))
+        self._hand_over(Work(slot, lambda: self._slots.refuse(*slot, page, refused)))
 
-    def _hand_over(self, work: _Work) -> None:
-        """Called on the model's thread, which never waits here."""
+    def _hand_over(self, work: Work) -> bool:
+        """Called on the model's thread, which never waits here; False when it was revoked."""
         with self._done:
-            self._pending[work.slot.name] += 1
-        self._queue.put(work)
+            taken = self._queue.put(work)
+            if taken:
+                self._pending[work.slot.name] += 1
+                self._done.notify_all()
+            return taken
 
     def _loop(self) -> None:
         while self._next():
@@ -267,17 +266,39 @@ class Turns:
 
     def _next(self) -> bool:
         """Do one thing, and keep nothing of it; False at the end."""
-        work = self._queue.get()
+        work = self._take()
         if work is None:
             return False
         slot, room = work.slot, work.room
-        work.run()
+        try:
+            work.run()
+        except Exception:  # noqa: BLE001 - one slot's fault is not the others'
+            _LOG.exception("what was to be done with a slot ended with a fault")
         del work
         if room is not None:
             room.release()
-        with self._done:
-            self._pending[slot.name] -= 1
-            if not self._pending[slot.name]:
-                del self._pending[slot.name]
-            self._done.notify_all()
+        self._ended(slot)
         return True
+
+    def _take(self) -> Work | None:
+        with self._done:
+            self._running = None
+            self._done.notify_all()
+            self._done.wait_for(lambda: self._queue or self._closing)
+            if not self._queue:
+                return None
+            work = self._queue.take()
+            self._running = work.slot.owner
+            return work
+
+    def _dropped(self, slot: Slot, room: Room | None) -> None:
+        """Something of a revoked adapter is not done; a state has room, and is not saved."""
+        if room is not None:
+            room.release()
+            self._slots.save_skipped(slot.identity, Refusal.REVOKED)
+
+    def _ended(self, slot: Slot) -> None:
+        """Something was done with a slot, or will not be; what it held is gone."""
+        with self._done:
+            self._pending -= Counter({slot.name: 1})
+            self._done.notify_all()

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import pytest
@@ -17,74 +16,17 @@ from gpu_worker.serving.ledger import Category, Ledger, LedgerFullError
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.sequence import Job
 from gpu_worker.serving.slot_events import SlotEventKind
-from gpu_worker.serving.slot_key import NodeKey
 from gpu_worker.serving.slot_memory import SlotMemory
-from gpu_worker.serving.slots import Slots
-from gpu_worker.serving.turns import Runtime, Turns
 from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
-from tests.identities import IDENTITY, A
+from tests.identities import A
+from tests.integration.session_world import OTHER_TENANT, SIZE, STATE, SessionWorld, claimed
 from tests.integration.slot_world import state_hash, state_make
 from tests.integration.turn_world import PROMPT, TENANT_ID, TurnWorld, context_make
 
 pytestmark = pytest.mark.torch
 
-OTHER_TENANT = UUID(int=2001)
 KEY = Key(TENANT_ID, A)
-STATE = state_make(range(1, 401))
-SIZE = STATE.size
-
-
-class Watched(NodeKey):
-    """A node key that notes what the ledger has while it works, and waits where it is told to."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(b"k" * 32)
-        self.ledger = ledger
-        self.go, self.sealing = threading.Event(), threading.Event()
-        self.go.set()
-        self.sealed: list[int] = []
-        self.opened: list[int] = []
-
-    def seal(self, plain: bytes, associated: bytes) -> bytearray:
-        self.sealing.set()
-        self.go.wait()
-        if associated.startswith(b"{"):
-            self.sealed.append(claimed(self.ledger))
-        return super().seal(plain, associated)
-
-    def open(self, sealed: bytes | bytearray, associated: bytes) -> bytes:
-        self.opened.append(claimed(self.ledger))
-        return super().open(sealed, associated)
-
-
-def claimed(ledger: Ledger) -> int:
-    return sum(holding.size for holding in ledger.holdings())
-
-
-class SessionWorld:
-    """Turns without an engine, on a ledger of ``budget`` bytes."""
-
-    def __init__(self, folder: Path, budget: int) -> None:
-        self.events: list[Any] = []
-        self.ledger = Ledger(budget)
-        self.key = Watched(self.ledger)
-        self.slots = Slots(folder, self.key, on_event=self.events.append)
-        runtime = Runtime(IDENTITY.base_digest, IDENTITY.dtype, IDENTITY.layout, (("torch", "2"),))
-        self.turns = Turns(self.slots, runtime, self.ledger, 2**20)
-
-    def close(self) -> None:
-        self.key.go.set()
-        self.turns.close()
-        self.slots.close()
-
-    def save(self, session: str, state: LaneState = STATE) -> None:
-        """End a turn, and wait for its save."""
-        self.turns.begin(context_make(A, session)).on_lane_state(state)
-        self.turns.begin(context_make(A, session)).release()
-
-    def skipped(self) -> list[str]:
-        return [e.reason for e in self.events if e.kind is SlotEventKind.NOT_SAVED]
 
 
 @pytest.fixture
@@ -94,11 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def held(folder: Path) -> Iterator[SessionWorld]:
-    """One whose saves wait while their pages are sealed."""
-    world = SessionWorld(folder, 2**30)
-    world.key.go.clear()
-    yield world
-    world.close()
+    with SessionWorld.stuck(folder) as world:
+        yield world
 
 
 def test_a_sessions_next_turn_waits_for_the_save_before_it(held: SessionWorld) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_worker.serving.slot_index import Budget, Entry, SlotIndex
@@ -14,10 +15,24 @@ from registry_service.domain.errors import MalformedError
 from registry_service.trust.routing_context import BASE_MARKER
 
 A = digest_of(b"adapter a")
+TENANTS = 4
+"""As many as ever have pages at once."""
 
 
 def entry(slot: str, page: int, size: int = 10, *, tenant: int = 1, adapter: Digest = A) -> Entry:
     return Entry(slot, UUID(int=tenant), adapter, page, size, digest_of(slot.encode()))
+
+
+class Held(NamedTuple):
+    """What a tenant has."""
+
+    slots: int
+    size: int
+
+
+def held(entries: tuple[Entry, ...], tenant_id: UUID) -> Held:
+    sizes = [e.size for e in entries if e.tenant_id == tenant_id]
+    return Held(len(sizes), sum(sizes))
 
 
 def test_a_slot_has_one_page() -> None:
@@ -83,28 +98,54 @@ def test_a_full_node_takes_from_the_tenant_that_holds_most() -> None:
     assert [e.slot for e in gone] == ["a4"]
 
 
+FEW_AND_MANY = (
+    *(entry(f"few{n}", n, 30, tenant=2) for n in range(2)),
+    *(entry(f"many{n}", 10 + n, 1) for n in range(8)),
+)
+
+
+def test_too_many_slots_take_from_the_tenant_with_most_of_them() -> None:
+    index = SlotIndex(FEW_AND_MANY)
+    gone = index.trim(Budget(node_bytes=1000, tenant_bytes=1000, slots=8))
+    assert [e.slot for e in gone] == ["many0", "many1"]
+
+
+def test_too_many_bytes_take_from_the_tenant_with_most_of_them() -> None:
+    index = SlotIndex(FEW_AND_MANY)
+    gone = index.trim(Budget(node_bytes=60, tenant_bytes=1000, slots=10))
+    assert [e.slot for e in gone] == ["few0"]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), st.integers(0, 5), st.integers(1, 9), st.booleans()),
         max_size=40,
     )
 )
-def test_after_trimming_all_shares_hold_and_a_small_tenant_keeps_its_page(
+@example([(1, 0, 9, False), *((tenant, n, 1, False) for tenant in (2, 3) for n in range(6))])
+@example(
+    [(1, n, 2, False) for n in range(3)]
+    + [(tenant, n, 9, False) for tenant in (2, 3) for n in range(2)]
+)
+def test_after_trimming_all_shares_hold_and_who_is_within_its_part_keeps_its_pages(
     trace: list[tuple[int, int, int, bool]],
 ) -> None:
-    budget = Budget(node_bytes=40, tenant_bytes=20, slots=6)
+    budget = Budget(node_bytes=40, tenant_bytes=20, slots=12)
     index = SlotIndex((entry("small", index_page := 1, 1, tenant=9),))
     for page, (tenant, slot, size, use) in enumerate(trace, start=index_page + 1):
         if use:
             index.find(f"{tenant}/{slot}")
         else:
             index.put(entry(f"{tenant}/{slot}", page, size, tenant=tenant))
-        before = len(index.entries())
+        before = index.entries()
         gone = index.trim(budget)
         left = index.entries()
-        assert len(left) + len(gone) == before
+        assert len(left) + len(gone) == len(before)
         assert sum(e.size for e in left) <= budget.node_bytes
         assert len(left) <= budget.slots
-        for own in {e.tenant_id for e in left}:
-            assert sum(e.size for e in left if e.tenant_id == own) <= budget.tenant_bytes
+        for tenant_id in {e.tenant_id for e in before}:
+            assert held(left, tenant_id).size <= budget.tenant_bytes
+            had = held(before, tenant_id)
+            if had.slots * TENANTS <= budget.slots and had.size * TENANTS <= budget.node_bytes:
+                assert all(e.tenant_id != tenant_id for e in gone)
         assert any(e.slot == "small" for e in left)
