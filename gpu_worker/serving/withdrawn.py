@@ -7,11 +7,11 @@ within a moment; a node that cannot hear it refuses such a context when its minu
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from gpu_worker.serving.admission import Clock
 from registry_service.domain import limits
 from registry_service.trust.routing_context import RoutingContext
 
@@ -30,7 +30,7 @@ class Grant(NamedTuple):
 class Withdrawn:
     """Which contexts are of a withdrawn grant. Thread-safe."""
 
-    def __init__(self, now: Clock) -> None:
+    def __init__(self, now: Callable[[], datetime]) -> None:
         self._now = now
         self._lock = threading.Lock()
         # Of each grant its epoch now, and when that was heard: the longest ago first.
