@@ -20,7 +20,7 @@ def compute_briefly(work: Callable[[], _T]) -> _T:
     """Do something on a thread that ends with it, and its team too; what comes of it.
 
     Raises:
-        BaseException: what ``work`` raised.
+        BaseException: what ``work`` raised. RuntimeError: no thread can be started.
     """
     done: list[_T] = []
     failed: list[BaseException] = []
@@ -33,11 +33,7 @@ def compute_briefly(work: Callable[[], _T]) -> _T:
 
     # A daemon: what hangs here does not keep a process that ends.
     thread = threading.Thread(target=run, name=threading.current_thread().name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # There is no thread to be had: here it costs speed alone.
-        return work()
+    thread.start()
     thread.join()
     if failed:
         # Taken out: an error that its own frames hold would keep all that they hold.

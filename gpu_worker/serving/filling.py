@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Protocol
 
 from gpu_worker.serving.admission import RevokedBytesError
+from gpu_worker.serving.brief import compute_briefly
 from gpu_worker.serving.disk import Disk
 from gpu_worker.serving.emptying import Emptying
 from gpu_worker.serving.loader import Load, LoadQueue, Ticket
@@ -93,7 +95,10 @@ class Filling:
         key, started = ticket.load.key, time.monotonic()
         loaded: Loaded | None = None
         try:
-            loaded = self._loading.load(ticket.load, self._emptying.room_make, self._disk)
+            # The queue's threads live on, and none of them is to keep what helps it to compute.
+            loaded = compute_briefly(
+                partial(self._loading.load, ticket.load, self._emptying.room_make, self._disk)
+            )
             self._serve(ticket, loaded)
         except BaseException as error:
             # Whatever stopped it, who waits is told, and the load is undone.

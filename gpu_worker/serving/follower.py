@@ -172,8 +172,7 @@ class Follower:
         """Act on an event; False when it takes something back and cannot be read."""
         try:
             if event["kind"] == _WITHDRAWN:
-                grant = Grant(UUID(event["tenantId"]), event["body"]["adapter"], event["subject"])
-                self._withdrawn.add(grant, int(event["body"]["epoch"]))
+                self._withdrawn.add(*_withdrawal(event))
             if event["kind"] not in _REVOKED:
                 return True
             key = Key(UUID(event["tenantId"]), digest_parse(event["subject"]))
@@ -225,6 +224,14 @@ class Follower:
                 number,
                 extra={"event": "revocation_list.overdue"},
             )
+
+
+def _withdrawal(event: dict[str, Any]) -> tuple[Grant, int]:
+    """Whose grant was withdrawn, and the epoch that contexts have from then on."""
+    adapter, subject, epoch = event["body"]["adapter"], event["subject"], event["body"]["epoch"]
+    if not (isinstance(adapter, str) and isinstance(subject, str)) or type(epoch) is not int:
+        raise ValueError("expected an adapter, a subject and a whole epoch")
+    return Grant(UUID(event["tenantId"]), adapter, subject), epoch
 
 
 def _seconds(value: Any) -> float | None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
-from uuid import UUID
 
-from gpu_worker.serving.brief import compute_briefly
 from gpu_worker.serving.pacing import Backoff, TokenBucket
 from gpu_worker.serving.residency import Key
+from gpu_worker.serving.tenant_queue import TenantQueue
 from registry_service.domain import limits
 from registry_service.domain.errors import (
     NotFoundError,
@@ -90,8 +87,7 @@ class LoadQueue:
         self._threads = threads
         self._changed = threading.Condition()
         self._open: dict[Key, Ticket] = {}
-        # By tenant, in the order of their turns.
-        self._queued: dict[UUID, deque[Ticket]] = {}
+        self._queued = TenantQueue[Ticket]()
         self._bucket = TokenBucket(bounds.per_minute / _MINUTE, bounds.per_minute)
         self._backoff = Backoff(limits.LOAD_PAUSE_FIRST_SECONDS, limits.LOAD_FAILURES)
         self._stopping = False
@@ -117,7 +113,7 @@ class LoadQueue:
     def queued(self) -> int:
         """How many tickets wait for a thread."""
         with self._changed:
-            return sum(len(tickets) for tickets in self._queued.values())
+            return len(self._queued)
 
     def join(self, load: Load, sequences: int = 1, *, paced: bool = True) -> Ticket:
         """Wait for a load of this digest: the one that is under way, or a new one.
@@ -135,7 +131,7 @@ class LoadQueue:
             if ticket is None:
                 self._new_check(load.key, sequences, paced=paced)
                 ticket = self._open[load.key] = Ticket(load)
-                self._queued.setdefault(load.key.tenant_id, deque()).append(ticket)
+                self._queued.put(load.key.tenant_id, ticket)
                 self._changed.notify()
             else:
                 self._waiting_check(load.key, ticket.waiting, sequences)
@@ -151,13 +147,8 @@ class LoadQueue:
             ticket.waiting -= sequences
             if ticket.waiting:
                 return False
-            tenant_id = ticket.load.key.tenant_id
-            tickets = self._queued.get(tenant_id)
-            if tickets is None or ticket not in tickets:
+            if not self._queued.remove(ticket.load.key.tenant_id, lambda one: one is ticket):
                 return False
-            tickets.remove(ticket)
-            if not tickets:
-                del self._queued[tenant_id]
             del self._open[ticket.load.key]
             return True
 
@@ -194,9 +185,9 @@ class LoadQueue:
                 "the adapter could not be loaded again and again; see the node's log",
                 retry_after=math.ceil(pause),
             )
-        if sum(len(tickets) for tickets in self._queued.values()) >= self._bounds.tickets:
+        if len(self._queued) >= self._bounds.tickets:
             raise UnavailableError("too many adapters wait to be loaded on this node")
-        if len(self._queued.get(key.tenant_id, ())) >= self._bounds.tickets_tenant:
+        if self._queued.of_tenant(key.tenant_id) >= self._bounds.tickets_tenant:
             raise TooManyRequestsError(
                 f"expected at most {self._bounds.tickets_tenant} adapters of this tenant that wait "
                 "to be loaded",
@@ -231,24 +222,16 @@ class LoadQueue:
             )
 
     def _next(self) -> Ticket | None:
-        """The next ticket of the tenant whose turn it is, which then is last; None at the end."""
+        """The next ticket of the tenant whose turn it is; None at the end."""
         with self._changed:
             while not self._queued and not self._stopping:
                 self._changed.wait()
-            if not self._queued:
-                return None
-            tenant_id = next(iter(self._queued))
-            tickets = self._queued.pop(tenant_id)
-            ticket = tickets.popleft()
-            if tickets:
-                self._queued[tenant_id] = tickets
-            return ticket
+            return self._queued.take() if self._queued else None
 
     def _loop(self) -> None:
         while (ticket := self._next()) is not None:
             try:
-                # Whoever computes gets threads to help it, and keeps them: see compute_briefly.
-                compute_briefly(partial(self._run, ticket))
+                self._run(ticket)
             except Exception:  # noqa: BLE001 - the thread goes on with the next
                 _LOG.exception("%s: the load ended with a fault", ticket.load.key.digest)
             finally:

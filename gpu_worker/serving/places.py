@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
+from gpu_worker.serving.tenant_queue import TenantQueue
 from registry_service.domain.errors import TooManyRequestsError, UnavailableError
 
 
@@ -53,15 +54,11 @@ class Places:
 
 
 class TurnLock:
-    """A lock whose waiting tenants take turns, however many wait for one of them.
-
-    The tenant whose turn it is comes behind all that came meanwhile.
-    """
+    """A lock whose waiting tenants take turns, however many wait for one of them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # By tenant, in the order of their turns.
-        self._waiting: dict[UUID, deque[object]] = {}
+        self._waiting = TenantQueue[object]()
         self._held = False
 
     @contextmanager
@@ -69,18 +66,13 @@ class TurnLock:
         """Wait for a turn of this tenant, and hold the lock."""
         ticket = object()
         with self._changed:
-            self._waiting.setdefault(tenant_id, deque()).append(ticket)
-            self._changed.wait_for(lambda: not self._held and self._next() is ticket)
+            self._waiting.put(tenant_id, ticket)
+            self._changed.wait_for(lambda: not self._held and self._waiting.peek() is ticket)
             self._held = True
-            self._waiting[tenant_id].popleft()
+            self._waiting.take()
         try:
             yield
         finally:
             with self._changed:
-                if tickets := self._waiting.pop(tenant_id):
-                    self._waiting[tenant_id] = tickets
                 self._held = False
                 self._changed.notify_all()
-
-    def _next(self) -> object:
-        return next(iter(self._waiting.values()))[0]

@@ -6,7 +6,6 @@ of an adapter that was revoked is here.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -16,6 +15,7 @@ from gpu_worker.serving.ledger import Owner
 from gpu_worker.serving.residency import Key
 from gpu_worker.serving.slot_memory import Room
 from gpu_worker.serving.slot_sidecar import Refusal, Session
+from gpu_worker.serving.tenant_queue import TenantQueue
 from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER
 
@@ -53,25 +53,22 @@ class SaveQueue:
     """The caller serializes its calls."""
 
     def __init__(self) -> None:
-        # By tenant, in the order of their turns.
-        self._queued: dict[UUID, deque[Work]] = {}
-        self._last: UUID | None = None
+        self._queued = TenantQueue[Work]()
         # Never forgotten, as in the table of residents: one key for each revocation.
         self._removed: set[Key] = set()
 
     def __len__(self) -> int:
-        return sum(len(works) for works in self._queued.values())
+        return len(self._queued)
 
     def keys(self) -> set[Key]:
         """The adapters that something waits of."""
-        owners = {work.slot.owner for works in self._queued.values() for work in works}
-        return {owner for owner in owners if isinstance(owner, Key)}
+        return {owner for work in self._queued if isinstance(owner := work.slot.owner, Key)}
 
     def full(self, slot: Slot) -> str:
         """Why no state of this slot is taken; empty when one is."""
         if slot.owner in self._removed:
             return Refusal.REVOKED
-        of_tenant = len(self._queued.get(slot.identity.tenant_id, ()))
+        of_tenant = self._queued.of_tenant(slot.identity.tenant_id)
         full = of_tenant >= TENANT_PLACES or len(self) >= PLACES
         return "too many saves wait" if full else ""
 
@@ -79,28 +76,14 @@ class SaveQueue:
         """Take this as its tenant's last; False when its adapter was revoked."""
         if work.slot.owner in self._removed:
             return False
-        self._queued.setdefault(work.slot.identity.tenant_id, deque()).append(work)
+        self._queued.put(work.slot.identity.tenant_id, work)
         return True
 
     def take(self) -> Work:
-        """The next of the tenant whose turn it is, which then is last. There has to be one."""
-        # Who had a turn and asked again meanwhile is first in the table, and yet not next.
-        turns = (tenant for tenant in self._queued if tenant != self._last)
-        tenant = next(turns, None) or next(iter(self._queued))
-        works = self._queued.pop(tenant)
-        work = works.popleft()
-        if works:
-            self._queued[tenant] = works
-        self._last = tenant
-        return work
+        """The next of the tenant whose turn it is. There has to be one."""
+        return self._queued.take()
 
     def remove(self, key: Key) -> list[Work]:
         """What waits of an adapter, which leaves; nothing of it is taken from now on."""
         self._removed.add(key)
-        works = self._queued.get(key.tenant_id, ())
-        left = deque(work for work in works if work.slot.owner != key)
-        if left:
-            self._queued[key.tenant_id] = left
-        else:
-            self._queued.pop(key.tenant_id, None)
-        return [work for work in works if work.slot.owner == key]
+        return self._queued.remove(key.tenant_id, lambda work: work.slot.owner == key)

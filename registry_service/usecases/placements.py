@@ -168,7 +168,7 @@ def _pool_check(
         if held >= most:
             raise PoolFullError(
                 f"expected fewer than {most} adapters {what}on the nodes of this base, got {held}; "
-                "revoke or retire what is not needed, or let the operator raise the limit"
+                "ask the operator for a larger limit, or for requests spread over fewer nodes"
             )
 
 

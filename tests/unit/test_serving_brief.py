@@ -29,16 +29,6 @@ def test_an_error_is_the_one_that_was_raised() -> None:
     assert told.value is error
 
 
-def test_without_a_thread_to_be_had_it_runs_where_it_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none)
-    assert compute_briefly(threading.current_thread) is threading.current_thread()
-
-
 def test_an_error_that_was_handled_keeps_nothing() -> None:
     class Tensor:
         pass

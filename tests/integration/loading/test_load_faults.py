@@ -14,6 +14,7 @@ import torch
 
 from gpu_worker.base_files import ProvenBase
 from gpu_worker.serving import admission as admission_module
+from gpu_worker.serving import filling as filling_module
 from gpu_worker.serving.bank import Stack
 from gpu_worker.serving.eviction import Reason
 from gpu_worker.serving.lanes import LaneState
@@ -37,6 +38,7 @@ pytestmark = [
 
 # Every step of a load, where a fault is injected before it.
 STEPS: dict[str, Callable[[LoadWorld], tuple[object, str]]] = {
+    "thread": lambda _: (filling_module, "compute_briefly"),
     "verdict": lambda world: (world.registry, "verdict"),
     "placement": lambda world: (world.registry, "placement_take"),
     "manifest": lambda world: (world.registry, "manifest"),
