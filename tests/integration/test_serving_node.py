@@ -90,10 +90,16 @@ class World:
         return self.http.post(path, content=body, headers=headers)
 
     def start(self, digest: Digest | None, tokens: int) -> Running:
-        """A request that runs, without HTTP."""
+        """A request in the engine's queue, without HTTP."""
         body = body_of(tokens)
         context = self.registry.context(body, digest)
         return self.node.completions.start(context, body, completion_parse, request_id="r-1")
+
+    def begin(self, digest: Digest | None, tokens: int) -> Running:
+        """A request that left the queue: what comes now comes in the midst of its answer."""
+        running = self.start(digest, tokens)
+        until(lambda: bool(running.request.marks.joined))
+        return running
 
     def states(self) -> dict[Digest, str]:
         return {item.key.digest: str(item.state) for item in self.node.residents.residents()}
@@ -224,7 +230,7 @@ def test_a_resident_whose_verdict_expired_is_loaded_again_under_a_newer_one(
 ) -> None:
     first = world.digests[0]
     assert world.ask(first).status_code == 200
-    running = world.start(first, 1000)
+    running = world.begin(first, 1000)
     with monkeypatch.context() as patched:
         later = datetime.now(UTC) + timedelta(days=2)
         patched.setattr(world.node.residents, "_now", lambda: later)
@@ -291,7 +297,7 @@ def test_files_that_changed_on_disk_are_not_loaded(world: World, base: ProvenBas
 def test_a_base_that_changed_answers_nobody_any_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = world.start(None, 900)
+    running = world.begin(None, 900)
     attach = world.node.engine.attach
     _, weight = next(iter(world.loaded.parameters))
 
@@ -314,7 +320,7 @@ def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None
     digest, other = world.digests
     key = Key(sw.TENANT_ID, digest)
     assert world.ask(digest).status_code == 200
-    running = world.start(digest, 300)
+    running = world.begin(digest, 300)
     world.registry.revoke(digest)
     until(lambda: world.states().get(digest) == "DRAINING")
     assert world.ask(digest).status_code == 403
@@ -384,7 +390,7 @@ def test_who_waited_for_longer_than_the_context_holds_is_told_to_ask_again(
 
 def test_a_deadline_cancels(world: World) -> None:
     digest = world.digests[0]
-    running = world.start(digest, 1000)
+    running = world.begin(digest, 1000)
     world.registry.revoke(digest, deadline=0)
     assert len(list(running.generations[0].tokens())) < 1000
     assert running.generations[0].finish_reason == "cancelled"
