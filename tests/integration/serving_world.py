@@ -256,7 +256,7 @@ class FakeRegistry:
         }
         return routing_context_sign(RoutingContext(**values), VERIFIER, self.routing_signer)
 
-    def list_issue(self, *entries: Revoked, life: float = 600, **changes: Any) -> bytes:
+    def list_issue(self, *entries: Revoked, life: float = 86400, **changes: Any) -> bytes:
         """Sign the next list over everything that was listed before, and these entries."""
         now = datetime.now(UTC).replace(microsecond=0)
         self.listed += entries
