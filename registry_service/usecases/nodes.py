@@ -177,12 +177,14 @@ def _revoked(
     session: Session, node: store.NodeRow, residents: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Outstanding acknowledgements, and what a node holds although it is not approved."""
+    held = [(resident["tenantId"], resident["adapterDigest"]) for resident in residents]
+    # Read first: what is revoked between the two has its own deadline then, and is not cut at once.
+    unapproved = store.residents_unapproved(session, held)
     found = {
         (str(row.tenant_id), row.artifact_digest): row.deadline_seconds
         for row in store.revocations_of_node(session, node)
     }
-    held = [(resident["tenantId"], resident["adapterDigest"]) for resident in residents]
-    for key in store.residents_unapproved(session, held):
+    for key in unapproved:
         found.setdefault(key, 0)
     return [
         {"tenantId": tenant_id, "adapterDigest": digest, "deadlineSeconds": deadline}

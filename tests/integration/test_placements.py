@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from registry_service.domain.errors import (
     RefusedError,
 )
 from registry_service.domain.roles import PLATFORM
+from registry_service.store import nodes as store
 from registry_service.usecases.context import reading, tenant_transaction
 from tests.integration.conftest import World
 from tests.integration.test_races import at_once
@@ -327,3 +328,30 @@ def test_what_is_not_approved_is_named_by_one_query_however_much_a_node_reports(
     assert named[0] == (owner, gone)
     assert named[1:] == [*unknown, (foreign, approved)]
     assert len(statements) < 12
+
+
+def test_what_is_revoked_while_a_heartbeat_is_answered_keeps_its_deadline(
+    world: World,
+    nodes: dict[str, RegistryClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digest, reads = admit(world, tmp_path / "a"), []
+
+    def revoked_between(read: Callable[..., Any]) -> Callable[..., Any]:
+        def between(*arguments: Any) -> Any:
+            found = read(*arguments)
+            reads.append(read.__name__)
+            if len(reads) == 1:
+                with world.client("operator") as operator:
+                    operator.revoke(TENANT, digest, "leaks")
+            return found
+
+        return between
+
+    for name in ("residents_unapproved", "revocations_of_node"):
+        monkeypatch.setattr(store, name, revoked_between(getattr(store, name)))
+    resident = {"tenantId": tenant_id(world), "adapterDigest": digest, "state": "SERVING"}
+    answer = nodes["node-1"].node_heartbeat("node-1", 0, [resident])
+    assert len(reads) == 2
+    assert [item["deadlineSeconds"] for item in answer["revocations"]] in ([], [None])
