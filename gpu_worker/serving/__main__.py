@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from gpu_worker.serving.startup import main
+from gpu_worker.serving.startup import main, process_end
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process_end(main())

@@ -6,12 +6,13 @@ Whatever does not hold ends the process with a clear line before it listens.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from gpu_worker.base_files import ProvenBase, base_prove
 from gpu_worker.serving.adapter_load import BaseIdentity
@@ -112,6 +113,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _LOG.error("interrupted before it listened")
         return _INTERRUPTED
+
+
+def process_end(code: int) -> NoReturn:
+    """End this process now, whatever its threads do.
+
+    An interpreter that ends by itself takes its threads down wherever they come back to it: inside
+    torch that is an abort, in place of ``code``.
+    """
+    logging.shutdown()
+    os._exit(code)
 
 
 def _run(options: Options, started_at: datetime) -> int:

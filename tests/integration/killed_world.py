@@ -65,7 +65,7 @@ fake = Client(root / "keys", sw.prove(root / "base"))
 digest = fake.publish({path.name: path.read_bytes() for path in (root / "files").iterdir()})
 (root / "trust.json").write_bytes(fake.trust_json())
 startup.RegistryClient = lambda url, token: fake
-sys.exit(startup.main(sys.argv[3:]))
+startup.process_end(startup.main(sys.argv[3:]))
 """
 
 

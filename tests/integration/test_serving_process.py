@@ -43,9 +43,14 @@ if (root / "adapter").exists():
     fake.publish({path.name: path.read_bytes() for path in (root / "adapter").iterdir()})
 startup.RegistryClient = lambda url, token: fake
 def hang(*_, **__): threading.Event().wait()
+def compute():
+    import torch
+    (root / "here").touch()
+    some = torch.rand(400, 400)
+    while True: some = (some @ some).softmax(-1)
 def die(*_): raise SystemError("injected")
 exec(sys.argv[2])
-sys.exit(startup.main(sys.argv[3:]))
+startup.process_end(startup.main(sys.argv[3:]))
 """
 
 
@@ -216,15 +221,32 @@ def test_a_node_whose_model_thread_died_ends_with_an_error(tmp_path: Path) -> No
     assert "the engine is stopped" in (tmp_path / "log").read_text()
 
 
-def test_who_interrupts_it_before_it_listens_is_told_so_at_once(tmp_path: Path) -> None:
-    broken = "def here(*_): (root / 'here').touch(); hang()"
-    broken += "\nstartup.base_load = here"
-    with node(tmp_path, broken=broken, until="here") as started:
+@pytest.mark.parametrize("work", ["(root / 'here').touch() or hang()", "compute()"])
+@pytest.mark.parametrize("step", ["startup.base_load", "Engine.start"])
+def test_who_interrupts_it_before_it_listens_is_told_so_at_once(
+    tmp_path: Path, step: str, work: str
+) -> None:
+    broken = f"from gpu_worker.serving.engine import Engine\n{step} = lambda *_: {work}"
+    broken += "\nstartup._STOP_SECONDS = 1"
+    with node(tmp_path, broken=broken, until="here", OMP_NUM_THREADS="2") as started:
         started.process.send_signal(signal.SIGINT)
         assert started.process.wait(60) == 130
     log = (tmp_path / "log").read_text()
     assert "interrupted before it listened" in log
     assert "Traceback" not in log
+
+
+def test_a_load_that_computes_does_not_keep_the_process(tmp_path: Path) -> None:
+    digest = adapter_make(tmp_path)
+    broken = "from gpu_worker.serving.engine import Engine; Engine.attach = lambda *_: compute()"
+    broken += "; startup._STOP_SECONDS = 1"
+    with node(tmp_path, broken=broken, OMP_NUM_THREADS="2") as started:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(started.ask, digest)
+            _until((tmp_path / "here").exists)
+            started.terminate()
+            assert waiting.result().status_code == 503
+        assert started.process.wait(60) == 0
 
 
 def test_an_unusable_start_ends_with_a_clear_line(
