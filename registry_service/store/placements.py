@@ -28,7 +28,8 @@ _OTHERS = text(
     "SELECT count(*) FROM placement WHERE tenant_id = :tenant_id AND artifact_digest = :digest "
     "AND node <> :node"
 )
-# Grants of different artifacts would count past each other: those of a base come one by one.
+# Grants of different artifacts would count past each other, and past a renewal at the last moment:
+# those of a base come one by one.
 _POOL_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('pool ' || :base, 0))")
 _POOL_HELD = text(
     "SELECT held, of_tenant FROM pool_held(:base, :tenant_id, :digest, :node, :at, :skew)"
@@ -39,10 +40,13 @@ _GRANT = text(
     "ON CONFLICT (tenant_id, artifact_digest, node) DO UPDATE "
     "SET lease_until = EXCLUDED.lease_until RETURNING lease_until"
 )
+# Only what others count still: what lapsed may have been given to them.
 _RENEW = text(
     f"UPDATE placement p SET lease_until = {_UNTIL} "
-    "FROM unnest(CAST(:tenants AS uuid[]), CAST(:digests AS text[])) AS held (tenant_id, digest) "
-    "WHERE p.node = :node AND p.tenant_id = held.tenant_id AND p.artifact_digest = held.digest "
+    "FROM unnest(CAST(:tenants AS uuid[]), CAST(:digests AS text[])) AS held (tenant_id, digest), "
+    "node n WHERE p.node = :node AND p.tenant_id = held.tenant_id "
+    "AND p.artifact_digest = held.digest AND n.name = p.node "
+    f"AND (p.lease_until > :at OR (n.lease_until <= :at AND {SERVING_UNTIL} > :at)) "
     "RETURNING p.tenant_id, p.artifact_digest"
 )
 _RELEASE = text(
@@ -81,11 +85,15 @@ class PoolHeld:
     of_tenant: int
 
 
+def pool_lock(session: Session, base: str) -> None:
+    """Let nobody else grant or renew a lease on the nodes of a base until the commit."""
+    session.execute(_POOL_LOCK, {"base": base})
+
+
 def pool_held(
     session: Session, base: str, *, tenant_id: UUID, digest: str, node: str, at: datetime
 ) -> PoolHeld:
-    """What a pool holds beside one node's lease on one artifact; it stays so until the commit."""
-    session.execute(_POOL_LOCK, {"base": base})
+    """What a pool holds beside one node's lease on one artifact. The caller has its lock."""
     row = session.execute(
         _POOL_HELD,
         {
@@ -103,7 +111,10 @@ def pool_held(
 def placements_renew(
     session: Session, node: str, held: Sequence[tuple[UUID, str]], at: datetime
 ) -> set[tuple[UUID, str]]:
-    """Renew those of a node's leases that nobody ended; which ones they were."""
+    """Renew those of a node's leases that did not lapse; which ones they were.
+
+    The caller has the lock of the node's pool.
+    """
     values = {
         "node": node,
         "tenants": [str(tenant_id) for tenant_id, _ in held],

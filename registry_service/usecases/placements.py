@@ -82,7 +82,7 @@ def placements_renew(
 ) -> list[dict[str, Any]]:
     """Renew the leases of what a node reports; those that it lost, in wire form.
 
-    A lease that ended unseen is given back when nobody took the place meanwhile. Renew before the
+    A lease that lapsed is given back when nobody took the place meanwhile. Renew before the
     node is heard of: from then on, what it does not renew is ended.
     """
     held = [
@@ -93,6 +93,7 @@ def placements_renew(
     if not held:
         return []
     with system_transaction(context) as session:
+        store.pool_lock(session, node.base_digest)
         renewed = store.placements_renew(session, node.name, held, context.clock.now())
     serving = {
         (UUID(item["tenantId"]), Digest(item["adapterDigest"]))
@@ -153,6 +154,7 @@ def _granted(
 def _pool_check(
     context: Context, session: Session, tenant_id: UUID, node: NodeRow, digest: Digest
 ) -> None:
+    store.pool_lock(session, node.base_digest)
     found = store.pool_held(
         session,
         node.base_digest,

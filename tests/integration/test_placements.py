@@ -244,6 +244,32 @@ def test_in_the_pool_a_silent_node_counts_until_it_serves_nothing(
     nodes["node-2"].placement_take("node-2", TENANT, digests[1])
 
 
+@pytest.mark.parametrize("silent", [True, False], ids=["silent", "heard"])
+def test_a_lease_that_the_pool_did_not_count_comes_back_only_where_there_is_a_place(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path, silent: bool
+) -> None:
+    pool_limit(world, adapters=1)
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
+    owner = tenant_id(world)
+
+    def node_lapses() -> None:
+        lapse(world, owner, "node-1")
+        if silent:
+            silence(world, "node-1", fresh=-timedelta(minutes=10))
+
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    node_lapses()
+    assert beat(nodes["node-1"], "node-1", owner, digests[0]) == []
+    node_lapses()
+    nodes["node-2"].placement_take("node-2", TENANT, digests[1])
+    for state in ("LOADING", "DRAINING"):
+        assert beat(nodes["node-1"], "node-1", owner, digests[0], state) == []
+    lost = [{"tenantId": owner, "adapterDigest": digests[0]}]
+    assert beat(nodes["node-1"], "node-1", owner, digests[0]) == lost
+    nodes["node-2"].placement_release("node-2", TENANT, digests[1])
+    nodes["node-3"].placement_take("node-3", TENANT, digests[1])
+
+
 def test_of_nodes_that_race_for_the_pools_last_place_exactly_one_gets_it(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:
