@@ -26,6 +26,7 @@ from registry_service.domain.errors import RegistryError
 _READY_SECONDS: Final = 240.0
 _STOP_SECONDS: Final = 90.0
 _MODULE: Final = "cli.main"
+_ONE_RUNS: Final = 'node_queue_length{queue="running"} 1.0'
 
 
 class DemoFailedError(RegistryError):
@@ -139,6 +140,20 @@ class World:
         url = self.profile["nodes"][0]["url"]
         items = httpx.get(f"{url}/v1/residency", timeout=10, trust_env=False).json()["items"]
         return {item["adapterDigest"] for item in items if item["state"] is not None}
+
+    def running_wait(self) -> None:
+        """Until the node computes an answer: whose adapter is chosen by then.
+
+        Raises:
+            DemoFailedError: it does not for long.
+        """
+        url, until = self.profile["nodes"][0]["url"], time.monotonic() + _READY_SECONDS
+        while time.monotonic() < until:
+            metrics = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
+            if f"\n{_ONE_RUNS}\n" in metrics:
+                return
+            time.sleep(0.05)
+        raise DemoFailedError("does not hold: the long request runs; the node computes nothing")
 
     def _trained(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.adapters / "sentences.json").read_text("utf-8"))

@@ -6,6 +6,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docker", action="store_true", help="take the database from testcontainers")
     parser.addoption("--soak-requests", default="200", help="requests of the attribution soak")
     parser.addoption("--oracle-configs", default="200", help="random configs to compare with PEFT")
+
+
+def pytest_configure() -> None:
+    """How long an example takes is the machine's matter, and no fault."""
+    # tests/gpu do without.
+    with suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("tests", deadline=None, suppress_health_check=slow)
+        settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """What has bounds of processor time may take longer by the clock of a crowded machine."""
+    from registry_service.domain import limits
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(limits, "MATCH_WALL_SECONDS", 280)
+        patched.setattr(limits, "TEMPLATE_WAIT_SECONDS", 120)
+        yield
 
 
 @dataclass(frozen=True)

@@ -192,10 +192,16 @@ def test_tenants_take_turns_and_none_has_too_many_waiting(
 ) -> None:
     other, rendered = UUID(int=2001), []
     monkeypatch.setattr(templates, "_places", Places("chats", tenant_most=3))
+    render = templates._render
+
+    def seen(run: tuple[Any, UUID], frame: bytes) -> str:
+        rendered.append(run[1])
+        return render(run, frame)
+
+    monkeypatch.setattr(templates, "_render", seen)
 
     def ask(tenant: UUID) -> None:
         templates.render(CHATML, messages(CHATS[0]), tenant)
-        rendered.append(tenant)
 
     threads = []
     with templates._turns.held(other):

@@ -56,6 +56,8 @@ def served(database: TestDatabase, folder: Path, port: int) -> Iterator[subproce
             except httpx.TransportError:
                 assert process.poll() is None, "the service ended"
                 time.sleep(0.05)
+        else:
+            raise AssertionError("the service does not answer")
         yield process
     finally:
         process.kill()
@@ -78,6 +80,7 @@ def killable(context: Context, database: TestDatabase, tmp_path: Path) -> World:
     return world
 
 
+@pytest.mark.timeout(900)
 def test_repeating_a_publish_that_died_with_the_service_is_safe(
     killable: World, database: TestDatabase, tmp_path: Path
 ) -> None:

@@ -111,7 +111,7 @@ def test_the_list_is_renewed_before_half_of_its_life_and_not_sooner(world: World
     revocation_list_renew(world.context)
     first = listed(world)
     assert not revocation_list_renew(world.context)
-    for age, renewed in ((239, False), (241, True)):
+    for age, renewed in ((120, False), (241, True)):
         with tenant_transaction(world.context, PLATFORM) as session:
             session.execute(
                 text(

@@ -29,9 +29,25 @@ pytestmark = [
 ]
 
 
+# The real main. One that stands never sends what came of an adapter.
+PROGRAM = """
+import sys, threading
+from gpu_worker.validation.__main__ import main
+from gpu_worker.validation.worker import ValidationWorker
+send = ValidationWorker._send
+def stand(self, job, answer):
+    if job["kind"] == "validate":
+        threading.Event().wait()
+    send(self, job, answer)
+if sys.argv[1] == "stands":
+    ValidationWorker._send = stand
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @contextmanager
 def worker(
-    world: World, folder: Path, base: Path, role: str, log: Path
+    world: World, folder: Path, base: Path, role: str, log: Path, how: str = "works"
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A worker process with a token and a scratch folder of its own; killed at the end."""
     token = folder / f"{role}.token"
@@ -40,7 +56,7 @@ def worker(
     with log.open("wb") as out:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "gpu_worker.validation", "--url", world.url),
+                *(sys.executable, "-c", PROGRAM, how, "--url", world.url),
                 *("--token-file", str(token), "--name", role, "--base", str(base)),
                 *("--scratch", str(folder / f"scratch-{role}"), "--device", "cpu"),
             ],
@@ -77,7 +93,7 @@ def test_a_job_whose_worker_was_killed_runs_again_elsewhere(world: World, tmp_pa
             jobs = list(operator.job_list(state="RUNNING"))
             return next((job for job in jobs if job["kind"] == "validate"), None)
 
-        with worker(world, tmp_path, folder, "validator", log) as first:
+        with worker(world, tmp_path, folder, "validator", log, "stands") as first:
             made = until("a catalog", lambda: operator.base_show("real")["catalogs"], log)
             # The second maker agrees: as a serving node would.
             with world.client("node") as node:

@@ -232,7 +232,7 @@ def test_a_thousand_tensors_take_well_under_the_bound() -> None:
     inputs = sample.inputs(content, catalog=catalog)
     from registry_service.domain.verification import static_check
 
-    started = time.perf_counter()
+    started = time.process_time()
     assert static_check(inputs).findings == ()
     # The bound for a user is 150 ms; ten times that only says that nothing is quadratic.
-    assert time.perf_counter() - started < 1.5
+    assert time.process_time() - started < 1.5
