@@ -84,6 +84,12 @@ class SlotIndex:
         """Every entry, least recently used first."""
         return tuple(self._entries.values())
 
+    def keeps(self, entry: Entry, budget: Budget) -> bool:
+        """True when this page would stay if it were put here now and all were trimmed."""
+        after = SlotIndex(self.entries())
+        after.put(entry)
+        return entry not in after.trim(budget)
+
     def trim(self, budget: Budget) -> tuple[Entry, ...]:
         """Forget pages until all fit; those forgotten.
 

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpu_worker.serving.identity import Identity, tokens_encode
 from gpu_worker.serving.lanes import LaneState
@@ -33,6 +33,7 @@ from registry_service.domain.errors import MalformedError, RegistryError, Unavai
 from registry_service.trust.routing_context import BASE_MARKER
 
 _LOG = logging.getLogger(__name__)
+_OVER: Final = "over the budget"
 
 
 class Restored(NamedTuple):
@@ -188,8 +189,7 @@ class Slots:
         most = min(limits.SLOT_STATE_BYTES, self._budget.tenant_bytes, self._budget.node_bytes)
         if size > most:
             raise MalformedError(f"slot: expected at most {most} bytes, got {size}")
-        self._pages.write(page, sidecar, self._key.seal(plain, sidecar))
-        return Entry(
+        entry = Entry(
             slot=_slot(identity, session),
             tenant_id=identity.tenant_id,
             adapter_digest=identity.adapter_digest,
@@ -197,6 +197,11 @@ class Slots:
             size=size,
             sidecar_digest=digest_of(sidecar),
         )
+        with self._changed:
+            if not self._index.keeps(entry, self._budget):
+                raise MalformedError(_OVER)
+        self._pages.write(page, sidecar, self._key.seal(plain, sidecar))
+        return entry
 
     def _commit(self, entry: Entry) -> str:
         """Make a written page the slot's, and make room for it; or why it came too late."""
@@ -205,6 +210,10 @@ class Slots:
             if entry.adapter_digest in self._removed or (newer and newer.page > entry.page):
                 self._pages.remove(entry.page)
                 return Refusal.REVOKED if entry.adapter_digest in self._removed else "a newer page"
+            # Others may have saved since it was asked first.
+            if not self._index.keeps(entry, self._budget):
+                self._pages.remove(entry.page)
+                return _OVER
             before = self._index.put(entry)
             trimmed = self._index.trim(self._budget)
             gone = [before, *trimmed] if before else [*trimmed]
@@ -215,7 +224,7 @@ class Slots:
                     self._pages.remove(old.page)
         for old in trimmed:
             self._tell_of(SlotEventKind.TRIMMED, old)
-        return "over the budget" if entry in trimmed else ""
+        return ""
 
     def _forget(self, *pages: tuple[str, int]) -> bool:
         """Drop these pages of these slots, whatever the disk says: they are not tried again.

@@ -47,9 +47,12 @@ class Withdrawn:
                 del self._epochs[next(iter(self._epochs))]
 
     def missed(self) -> None:
-        """Something was not heard: of no adapter's context from before is its grant known."""
+        """Something was not heard: of no adapter's context from before is its grant known.
+
+        By a clock that is ahead, what was minted before is from later than now.
+        """
         with self._lock:
-            self._unknown_before = self._now()
+            self._unknown_before = self._now() + timedelta(seconds=limits.CLOCK_SKEW_SECONDS)
 
     def covers(self, context: RoutingContext) -> bool:
         """True when a context's grant was withdrawn after it was minted, or may have been.

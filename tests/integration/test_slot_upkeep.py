@@ -123,6 +123,40 @@ def test_a_page_over_the_budget_is_not_saved_and_the_one_before_stays(world: Wor
     assert world.restore(slots, SESSION, IDENTITY)
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["before", "meanwhile"])
+def test_a_page_that_would_have_to_go_at_once_is_not_saved_and_the_one_before_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch, between: bool
+) -> None:
+    saved(world)
+    (size,) = [entry.size for entry in world.open().entries()]
+    world.stack.close()
+    world.budget = Budget(node_bytes=3 * size, tenant_bytes=3 * size)
+    slots = world.open()
+    others = [replace(IDENTITY, tenant_id=UUID(int=2000 + number)) for number in range(2)]
+
+    def others_save() -> None:
+        for other in others:
+            assert slots.save(SESSION, other, GOOD) is not None
+
+    write = slots._pages.write
+
+    def late(*arguments: Any) -> None:
+        write(*arguments)
+        monkeypatch.setattr(slots._pages, "write", write)
+        others_save()
+
+    if between:
+        monkeypatch.setattr(slots._pages, "write", late)
+    else:
+        others_save()
+    assert slots.save(SESSION, IDENTITY, state_make(range(1, 90))) is None
+    assert world.events[-1].kind is SlotEventKind.NOT_SAVED
+    assert world.events[-1].reason == "over the budget"
+    for identity in (IDENTITY, *others):
+        assert world.restore(slots, SESSION, identity)
+    assert len(names(world.folder)) == 7
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -133,13 +133,16 @@ def test_after_trimming_all_shares_hold_and_who_is_within_its_part_keeps_its_pag
     budget = Budget(node_bytes=40, tenant_bytes=20, slots=12)
     index = SlotIndex((entry("small", index_page := 1, 1, tenant=9),))
     for page, (tenant, slot, size, use) in enumerate(trace, start=index_page + 1):
+        new = entry(f"{tenant}/{slot}", page, size, tenant=tenant)
         if use:
-            index.find(f"{tenant}/{slot}")
-        else:
-            index.put(entry(f"{tenant}/{slot}", page, size, tenant=tenant))
+            index.find(new.slot)
+        kept = index.keeps(new, budget)
+        if not use:
+            index.put(new)
         before = index.entries()
         gone = index.trim(budget)
         left = index.entries()
+        assert use or kept == (new in left)
         assert len(left) + len(gone) == len(before)
         assert sum(e.size for e in left) <= budget.node_bytes
         assert len(left) <= budget.slots

@@ -86,7 +86,9 @@ def test_after_a_gap_contexts_from_before_end_but_for_those_of_a_base() -> None:
     withdrawn = Withdrawn(clock)
     clock.time += timedelta(seconds=10)
     withdrawn.missed()
-    assert withdrawn.covers(context())
-    assert not withdrawn.covers(context(issued_at=clock.time))
+    skew = timedelta(seconds=limits.CLOCK_SKEW_SECONDS)
+    for minted in (START, clock.time, clock.time + skew - timedelta(seconds=1)):
+        assert withdrawn.covers(context(issued_at=minted))
+    assert not withdrawn.covers(context(issued_at=clock.time + skew))
     base = context(adapter=None, adapter_digest=BASE_MARKER, grant_epoch=0)
     assert not withdrawn.covers(base)
