@@ -3,8 +3,8 @@
 The base's template is proven by its digest, an adapter's was approved with it. Either is a program,
 and runs in a process of its own with bounds (``template_process``): one that loops for ever, or
 writes without end, costs its own request and never the node. A template that went beyond its bounds
-is not run again for that tenant; it may have been what the tenant's messages made of it, and others
-go on.
+in a process that had rendered nothing else is not run again for that tenant; it may have been what
+the tenant's messages made of it, and others go on.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class ChatTemplates:
     def _render(self, run: tuple[Digest, UUID], frame: bytes) -> str:
         if run in self._refused:
             raise _beyond()
+        fresh = self._process is None
         try:
             if self._process is None:
                 self._process = _Process()
@@ -100,6 +101,9 @@ class ChatTemplates:
         except OSError as error:
             if self._end() not in _BEYOND:
                 raise UnavailableError("the chat template was not rendered") from error
+            if not fresh:
+                # What is compiled stays in memory: others' templates may have filled it.
+                return self._render(run, frame)
             self._refused[run] = None
             if len(self._refused) > _REFUSED:
                 del self._refused[next(iter(self._refused))]

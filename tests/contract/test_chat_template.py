@@ -181,6 +181,36 @@ def test_a_chat_that_a_template_cannot_bear_costs_other_tenants_nothing() -> Non
         templates.close()
 
 
+def test_a_process_that_others_filled_is_no_fault_of_the_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    ask = module._Process.ask
+
+    def filled(process: Any, frame: bytes) -> dict[str, str]:
+        asked.append(process)
+        if asked.count(process) > 1:
+            # As the kernel ends it.
+            process._process.send_signal(signal.SIGXCPU)
+            process._process.wait()
+        return ask(process, frame)
+
+    monkeypatch.setattr(module._Process, "ask", filled)
+    templates = ChatTemplates({}, now=now)
+    try:
+        for _ in range(3):
+            assert "hello" in templates.render(CHATML, messages(CHATS[0]), TENANT)
+        assert len(asked) == 5
+        with pytest.raises(BodyError, match="beyond its bounds"):
+            templates.render(RECURSES, messages(CHATS[0]), TENANT)
+        assert len(asked) == 7
+        with pytest.raises(BodyError, match="not run again"):
+            templates.render(RECURSES, messages(CHATS[0]), TENANT)
+        assert len(asked) == 7
+    finally:
+        templates.close()
+
+
 def test_a_text_without_end_is_cut_off(templates: ChatTemplates) -> None:
     template = "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}"
     with pytest.raises(BodyError, match="characters"):
