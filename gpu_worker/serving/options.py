@@ -77,7 +77,12 @@ _LIMITS: Final = (
     ("--max-rank", limits.RANK, limits.NODE_RANK, "largest rank; every adapter pays for it"),
     ("--max-adapter-mib", limits.WEIGHT_BYTES // limits.MIB, 4096, "largest adapter's files"),
     ("--max-sequences", 4096, limits.ADAPTER_SEQUENCES, "requests at once on one adapter"),
-    ("--max-tenant-running", 256, 0, "a tenant's that run at once; default: half of the node's"),
+    (
+        "--max-tenant-running",
+        limits.TENANT_SEQUENCES,
+        0,
+        "a tenant's that run at once; default: half of the node's",
+    ),
     ("--max-tenant-adapters", 4096, 0, "a tenant's resident adapters; default: half of the node's"),
     ("--max-tenant-mib", 64 * limits.MIB, 0, "a tenant's resident bytes; default: all there are"),
     ("--max-tenant-loads", 6000, limits.TENANT_LOADS_PER_MINUTE, "a tenant's loads a minute"),

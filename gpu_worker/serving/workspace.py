@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from registry_service.domain import limits
+
 BLOCK_TOKENS: Final = 64
 """Tokens of a block: prefill never crosses its border, and prefixes are shared in whole ones."""
 
@@ -14,6 +16,8 @@ ROW_STEP: Final = 16
 round differently (MKL at 8 rows and at 16)."""
 
 _LANE_TOKENS: Final = 2048
+# More than a few tenants with all that they may have, so that those leave the others a place.
+_OUTSTANDING: Final = 16 * limits.TENANT_SEQUENCES
 
 
 class WorkspaceError(ValueError):
@@ -40,7 +44,7 @@ class Workspace:
     rank: int = 16
     targets: frozenset[str] | None = None
     step_tokens: int = 512
-    outstanding: int = 128
+    outstanding: int = _OUTSTANDING
     tenant_bytes: int = 64 * 2**20
     prefix_bytes: int = 256 * 2**20
     grouped: bool = False

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gpu_worker.serving.parameters import parameters_digest
 from gpu_worker.serving.sealed import Sealed
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job
 from gpu_worker.serving.workspace import Workspace
+from registry_service.domain import limits
 from registry_service.domain.errors import RefusedError, UntrustedError
 from tests.integration import serving_world as sw
 from tests.integration.engine_world import Driven
@@ -188,6 +190,25 @@ def test_an_adapter_in_use_is_not_detached_and_cancel_frees_it(
     engine.detach("a")
     with pytest.raises(EngineError):
         _tokens(engine, "a")
+
+
+def test_tenants_that_have_all_they_may_leave_others_a_place(
+    loaded: tuple[LoadedBase, BaseIdentity],
+) -> None:
+    workspace = Workspace(lane_tokens=1024, tenant_lanes=4)
+    engine = Engine(loaded[0].model, stop_tokens=frozenset(), workspace=workspace)
+    engine.start()
+    crowd = [
+        engine.submit(Job((1, 2), 900, tenant=UUID(int=tenant)))
+        for tenant in (1, 2)
+        for _ in range(limits.TENANT_SEQUENCES)
+    ]
+    other = engine.submit(Job((1, 2), 3, tenant=UUID(int=3)))
+    assert len(list(other.tokens())) == 3
+    assert not all(one.ended for one in crowd)
+    for one in crowd:
+        one.cancel()
+    engine.stop()
 
 
 def test_admit_and_bounds(loaded: tuple[LoadedBase, BaseIdentity]) -> None:
