@@ -1,4 +1,4 @@
-"""Letting go of residents: revoked, evicted to make room, or no longer ours to hold.
+"""Letting go of residents: revoked, evicted for another one, or no longer ours to hold.
 
 A revoked one drains, is purged with its files, unloaded and acknowledged, and never comes back. A
 retired one drains and is unloaded; its files and slots stay. What a fault stops half way goes on
@@ -246,6 +246,17 @@ class Emptying:
             if all(self._evict(found.key, found.reason) for found in plan):
                 return
         raise UnavailableError("no room: what could go came into use again", retry_after=1)
+
+    def place_make(self, key: Key, *, own: bool) -> bool:
+        """Unload an idle adapter, whose place in the pool is given back; False when none may go."""
+        for _ in range(_PLANS):
+            try:
+                found = eviction.place_make(self._resident_sizes(), key.tenant_id, own=own)
+            except NoRoomError:
+                return False
+            if self._evict(found.key, found.reason):
+                return True
+        return False
 
     def trim(self, key: Key) -> None:
         """Keep to the high-water mark after a key was loaded."""

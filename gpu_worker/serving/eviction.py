@@ -1,11 +1,13 @@
-"""Who has to go when an adapter needs room, as a pure decision over what is resident.
+"""Who has to go when an adapter needs room, or a place in the pool: decided purely from what is
+resident.
 
 A tenant's share is the high-water mark (and the number of places) divided by the tenants that hold
 something, the one that loads included; a tenant's first adapter is always within it. A tenant that
 would be over its share makes room from its own; one within it makes room from those that are over
 theirs. So a tenant within its share loses nothing to another one, however many versions that one
 creates. Only where there are more tenants than places do those take turns. Least recently used go
-first, and what is in use never goes.
+first, and what is in use never goes. A node that finds no place in the pool has as many places as
+it holds adapters, and shares them in the same way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Reason(StrEnum):
     ROOM = "ROOM"
     HIGH_WATER = "HIGH_WATER"
     TENANT_LIMIT = "TENANT_LIMIT"
+    POOL = "POOL"
     PLACEMENT_LOST = "PLACEMENT_LOST"
     VERDICT_EXPIRED = "VERDICT_EXPIRED"
     REVOKED = "REVOKED"
@@ -90,6 +93,25 @@ def room_make(held: Sequence[Held], tenant_id: UUID, need: int, bounds: Bounds) 
     return gone
 
 
+def place_make(held: Sequence[Held], tenant_id: UUID, *, own: bool) -> Eviction:
+    """What has to go before a tenant's adapter has a place in a pool that is full.
+
+    ``own``: only the tenant's own makes one.
+
+    Raises:
+        NoRoomError: nothing may go.
+    """
+    theirs = [item for item in held if item.key.tenant_id == tenant_id]
+    places = len(held) // len({item.key.tenant_id for item in held} | {tenant_id})
+    if own or (theirs and len(theirs) >= places):
+        victim = _oldest(theirs)
+    else:
+        victim = _oldest_over(held, places)
+    if victim is None:
+        raise NoRoomError("the pool is full, and nothing that may go is idle")
+    return Eviction(victim.key, Reason.POOL)
+
+
 def trim(held: Sequence[Held], bounds: Bounds, keep: Key) -> list[Eviction]:
     """What has to go until the high-water mark is kept; never ``keep``, which was just loaded."""
     left, gone = list(held), list[Eviction]()
@@ -111,6 +133,11 @@ def _victim(left: Sequence[Held], tenant_id: UUID, need: int, bounds: Bounds) ->
         return _oldest(own)
     if _size(left) + need > bounds.size:
         return _oldest(_over(left, size=size)) or _oldest(own)
+    return _oldest_over(left, places)
+
+
+def _oldest_over(left: Sequence[Held], places: int) -> Held | None:
+    """Of those over their share of places; of all, where there are more tenants than places."""
     if places == 0:
         return _oldest(_over(left, places=1)) or _oldest(left)
     return _oldest(_over(left, places=places))

@@ -97,7 +97,7 @@ class Filling:
         try:
             # The queue's threads live on, and none of them is to keep what helps it to compute.
             loaded = compute_briefly(
-                partial(self._loading.load, ticket.load, self._emptying.room_make, self._disk)
+                partial(self._loading.load, ticket.load, self._emptying, self._disk)
             )
             self._serve(ticket, loaded)
         except BaseException as error:

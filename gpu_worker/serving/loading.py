@@ -1,17 +1,18 @@
 """One load, from what is asked to what is resident, and back. When it fails it leaves nothing.
 
-    verdict → placement → size → room → reserve → room on the disk → read, verify, attach → commit
+    verdict → size → placement → room → reserve → room on the disk → read, verify, attach → commit
 
-Memory is reserved before a byte is read, and the place in the pool is taken before the memory.
+Memory is reserved before a byte is read, and the place in the pool is taken before the memory. What
+is too large to be loaded takes none: for a place in a full pool another adapter goes.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 from uuid import UUID
 
 from gpu_worker.serving.admission import Admission, Admitted
@@ -21,15 +22,24 @@ from gpu_worker.serving.ledger import Category, LedgerFullError, Reservation
 from gpu_worker.serving.loader import Load, plainly
 from gpu_worker.serving.memory import Ledgers
 from gpu_worker.serving.options import LoadLimits
-from gpu_worker.serving.placements import Placements, Registry
+from gpu_worker.serving.placements import NoPlaceError, Placements, Registry
 from gpu_worker.serving.residency import Key, Residency
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import RefusedError, UnavailableError
 from registry_service.trust.verdict import VerdictClaims
 
-MakeRoom = Callable[[Key, int, Bounds], None]
-"""Unloads what has to go before a key's bytes fit; raises UnavailableError when they cannot."""
+
+class Room(Protocol):
+    """Unloads what has to go before a key is loaded."""
+
+    def room_make(self, key: Key, need: int, bounds: Bounds) -> None:
+        """Until ``need`` bytes fit. Raises UnavailableError when they cannot."""
+        ...
+
+    def place_make(self, key: Key, *, own: bool) -> bool:
+        """One, for its place in the pool (``own``: of the key's tenant); False when none may go."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ class Loading:
         # Two loads that look for room at once would both count on the same bytes.
         self._planning = threading.Lock()
 
-    def load(self, load: Load, make_room: MakeRoom, disk: Disk) -> Loaded:
+    def load(self, load: Load, room: Room, disk: Disk) -> Loaded:
         """Load an adapter.
 
         Raises:
@@ -82,17 +92,16 @@ class Loading:
         self._admission.detach(key)
         with plainly(key):
             claims = self.verdict(load.tenant, load.adapter, key.digest, key.tenant_id)
+            size = self._admission.size(claims)
+        if size > self.limits.adapter_bytes:
+            raise RefusedError(
+                f"adapter: expected at most {self.limits.adapter_bytes} bytes, got {size}"
+            )
         with ExitStack() as undo:
-            self.placements.take(load.tenant, key)
+            self._place(load, room)
             undo.callback(self.placements.release, key)
-            with plainly(key):
-                size = self._admission.size(claims)
-            if size > self.limits.adapter_bytes:
-                raise RefusedError(
-                    f"adapter: expected at most {self.limits.adapter_bytes} bytes, got {size}"
-                )
             with ExitStack() as passing:
-                reservation = self._reserve(key, size, make_room, passing)
+                reservation = self._reserve(key, size, room, passing)
                 undo.callback(reservation.release)
                 undo.callback(disk.forget, key)
                 undo.callback(self._admission.detach, key)
@@ -138,13 +147,27 @@ class Loading:
             tenant_adapters=self.limits.tenant_adapters,
         )
 
-    def _reserve(self, key: Key, size: int, make_room: MakeRoom, passing: ExitStack) -> Reservation:
+    def _place(self, load: Load, room: Room) -> None:
+        """Take a place in the pool; in one that is full, that of an adapter that lies idle here.
+
+        Once only: who comes first has what was given back, and that may be another node.
+        """
+        try:
+            self.placements.take(load.tenant, load.key)
+        except NoPlaceError as error:
+            if not (
+                room.place_make(load.key, own=error.of_tenant) and self.placements.returned_wait()
+            ):
+                raise
+            self.placements.take(load.tenant, load.key)
+
+    def _reserve(self, key: Key, size: int, room: Room, passing: ExitStack) -> Reservation:
         """A row of the bank, whatever part of it will be taken; and until ``passing`` closes, room
         for the files that are read and for what is made of them on the way into the row.
         """
         row, memory = self.memory.row, self.memory
         with self._planning:
-            make_room(key, row, self.bounds)
+            room.room_make(key, row, self.bounds)
             try:
                 for ledger, taken in ((memory.host, size), (memory.device, memory.preparing)):
                     passing.callback(ledger.hold(Category.WORKSPACE, taken, key).release)

@@ -15,10 +15,23 @@ from gpu_worker.serving.loader import plainly
 from gpu_worker.serving.residency import Key
 from registry_service.domain import limits
 from registry_service.domain.digests import Digest
-from registry_service.domain.errors import ConflictError, UnavailableError
+from registry_service.domain.errors import (
+    ConflictError,
+    PoolFullError,
+    PoolTenantFullError,
+    UnavailableError,
+)
 
 _LOG = logging.getLogger(__name__)
 _RETURN_SECONDS: Final = 5.0
+
+
+class NoPlaceError(UnavailableError):
+    """The pool is full, in all or (``of_tenant``) of one tenant: first another one has to go."""
+
+    def __init__(self, message: str, *, of_tenant: bool) -> None:
+        super().__init__(message, retry_after=limits.NODE_LEASE_SECONDS)
+        self.of_tenant = of_tenant
 
 
 class Registry(Protocol):
@@ -49,8 +62,8 @@ class Placements:
         """Hold a key from now on.
 
         Raises:
-            UnavailableError: as many nodes hold it as may, the pool is full, no answer, or the node
-                is stopping.
+            NoPlaceError: another one has to be given back first.
+            UnavailableError: as many nodes hold it as may, no answer, or the node is stopping.
             RegistryError: it may not be held here.
         """
         # The lease that is still given back from before is this one, and would be taken away.
@@ -61,10 +74,7 @@ class Placements:
             with plainly(key):
                 self._registry.placement_take(self._node, tenant, key.digest)
         except ConflictError as error:
-            raise UnavailableError(
-                f"no place in the pool: {error.message}",
-                retry_after=limits.NODE_LEASE_SECONDS,
-            ) from error
+            raise _refusal(error) from error
         with self._changed:
             self._held[key] = tenant
             if self._closed:
@@ -81,6 +91,10 @@ class Placements:
                 self._returns.submit(key, lambda _: self._give_back(tenant, key.digest))
             except Exception as error:  # noqa: BLE001 - the lease ends by itself
                 _LOG.warning("%s: placement not released: %r", key.digest, error)
+
+    def returned_wait(self) -> bool:
+        """Wait until the service was told of what was given back; False when it takes too long."""
+        return self._returns.idle_wait(_RETURN_SECONDS)
 
     def close(self, seconds: float) -> None:
         """Give everything back and take nothing more; no answer is waited for longer than this."""
@@ -100,3 +114,10 @@ class Placements:
             self._registry.placement_release(self._node, tenant, digest)
         except Exception as error:  # noqa: BLE001 - the lease ends by itself
             _LOG.warning("%s: placement not released: %r", digest, error)
+
+
+def _refusal(error: ConflictError) -> UnavailableError:
+    message = f"no place in the pool: {error.message}"
+    if isinstance(error, PoolFullError):
+        return NoPlaceError(message, of_tenant=isinstance(error, PoolTenantFullError))
+    return UnavailableError(message, retry_after=limits.NODE_LEASE_SECONDS)

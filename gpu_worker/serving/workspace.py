@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from registry_service.domain import limits
-
 BLOCK_TOKENS: Final = 64
 """Tokens of a block: prefill never crosses its border, and prefixes are shared in whole ones."""
 
@@ -16,8 +14,8 @@ ROW_STEP: Final = 16
 round differently (MKL at 8 rows and at 16)."""
 
 _LANE_TOKENS: Final = 2048
-# More than a few tenants with all that they may have, so that those leave the others a place.
-_OUTSTANDING: Final = 16 * limits.TENANT_SEQUENCES
+# A few tenants with all that they may have leave the others a place.
+_OUTSTANDING: Final = 1024
 
 
 class WorkspaceError(ValueError):

@@ -122,6 +122,24 @@ class IllegalMoveError(ConflictError):
     code = "ILLEGAL_MOVE"
 
 
+class PlacementTakenError(ConflictError):
+    """As many other nodes as the artifact declares hold it already."""
+
+    code = "PLACEMENT_TAKEN"
+
+
+class PoolFullError(ConflictError):
+    """The nodes of a base hold as many adapters as they may."""
+
+    code = "POOL_FULL"
+
+
+class PoolTenantFullError(PoolFullError):
+    """The nodes of a base hold as many adapters of one tenant as they may."""
+
+    code = "POOL_TENANT_FULL"
+
+
 class LeaseLostError(ConflictError):
     """A job's lease was given to another worker; the late result is dropped."""
 

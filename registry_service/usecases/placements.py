@@ -17,11 +17,14 @@ from registry_service.domain.errors import (
     ConflictError,
     ForbiddenError,
     NotFoundError,
+    PlacementTakenError,
+    PoolFullError,
+    PoolTenantFullError,
     RefusedError,
 )
 from registry_service.domain.roles import Principal
 from registry_service.store import placements as store
-from registry_service.store.artifacts import artifact_get
+from registry_service.store.artifacts import ArtifactRow, artifact_get
 from registry_service.store.nodes import NodeRow, node_get
 from registry_service.usecases.context import (
     Context,
@@ -35,28 +38,16 @@ _HELD = frozenset({"LOADING", "SERVING", "DRAINING"})
 _SERVING = "SERVING"
 
 
-class PlacementTakenError(ConflictError):
-    """As many other nodes as the artifact declares hold it already."""
-
-    code = "PLACEMENT_TAKEN"
-
-
-class PoolFullError(ConflictError):
-    """The nodes of this base hold as many adapters as they may, in all or of this tenant."""
-
-    code = "POOL_FULL"
-
-
 def placement_take(
     context: Context, principal: Principal, node: str, tenant: str, digest: Digest
 ) -> dict[str, Any]:
     """Let a node hold an artifact for a while; safe to repeat.
 
     Raises:
-        PlacementTakenError: maxReplicas other nodes hold it. PoolFullError: the nodes of its base
-        hold as many adapters as they may. NotFoundError: an unknown node, or nothing admitted under
-        this digest. RefusedError: another base than the node's. ForbiddenError: another node's
-        name.
+        PlacementTakenError: maxReplicas other nodes hold it. PoolFullError, PoolTenantFullError:
+        the nodes of its base hold as many adapters as they may, in all or of this tenant.
+        NotFoundError: an unknown node, or nothing admitted under this digest. RefusedError: another
+        base than the node's. ForbiddenError: another node's name.
     """
     with tenant_scope(context, principal, tenant, active=True) as scope:
         row = node_get(scope.session, node)
@@ -127,21 +118,10 @@ def _granted(
             f"expected an artifact of this node's base {node.base_digest}, "
             f"got one of {artifact.base_digest}"
         )
-    _pool_check(context, session, tenant_id, node, digest)
-    replicas = int(artifact.declaration["maxReplicas"])
+    _place_check(context, session, artifact, node)
     until = store.placement_grant(
-        session,
-        tenant_id=tenant_id,
-        digest=digest,
-        node=node.name,
-        replicas=replicas,
-        at=context.clock.now(),
+        session, tenant_id=tenant_id, digest=digest, node=node.name, at=context.clock.now()
     )
-    if until is None:
-        raise PlacementTakenError(
-            f"expected fewer than {replicas} other nodes that hold it, got {replicas}; "
-            "send requests to one of them, or publish with a larger maxReplicas"
-        )
     return {
         "node": node.name,
         "tenantId": tenant_id,
@@ -151,24 +131,34 @@ def _granted(
     }
 
 
-def _pool_check(
-    context: Context, session: Session, tenant_id: UUID, node: NodeRow, digest: Digest
-) -> None:
+def _place_check(context: Context, session: Session, artifact: ArtifactRow, node: NodeRow) -> None:
+    """There is a place for it on this node; it stays free until the commit.
+
+    Its own replicas come first: a node that heard of a full pool might give up another adapter.
+    """
+    owner, digest = artifact.tenant_id, artifact.digest
     store.pool_lock(session, node.base_digest)
     found = store.pool_held(
         session,
         node.base_digest,
-        tenant_id=tenant_id,
+        tenant_id=owner,
         digest=digest,
         node=node.name,
         at=context.clock.now(),
     )
-    for what, held, most in (
-        ("of this tenant ", found.of_tenant, context.pool_tenant_adapters),
-        ("", found.held, context.pool_adapters),
+    others = store.placement_others(session, tenant_id=owner, digest=digest, node=node.name)
+    replicas = int(artifact.declaration["maxReplicas"])
+    if others >= replicas:
+        raise PlacementTakenError(
+            f"expected fewer than {replicas} other nodes that hold it, got {others}; "
+            "send requests to one of them, or publish with a larger maxReplicas"
+        )
+    for refusal, what, held, most in (
+        (PoolTenantFullError, "of this tenant ", found.of_tenant, context.pool_tenant_adapters),
+        (PoolFullError, "", found.held, context.pool_adapters),
     ):
         if held >= most:
-            raise PoolFullError(
+            raise refusal(
                 f"expected fewer than {most} adapters {what}on the nodes of this base, got {held}; "
                 "ask the operator for a larger limit, or for requests spread over fewer nodes"
             )

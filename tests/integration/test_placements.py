@@ -8,18 +8,22 @@ from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from sqlalchemy import event, text
 
+from gpu_worker.serving.placements import NoPlaceError, Placements
+from gpu_worker.serving.residency import Key
 from registry_service.client import RegistryClient
 from registry_service.domain import wire
-from registry_service.domain.digests import digest_of
+from registry_service.domain.digests import digest_of, digest_parse
 from registry_service.domain.errors import (
     ConflictError,
     ForbiddenError,
     NotFoundError,
     RefusedError,
+    UnavailableError,
 )
 from registry_service.domain.roles import PLATFORM
 from registry_service.store import nodes as store
@@ -117,7 +121,7 @@ def test_of_nodes_that_race_for_the_last_lease_exactly_one_gets_it(
             *(partial(nodes[name].placement_take, name, TENANT, digest) for name in NODES)
         )
         assert sum(isinstance(answer, dict) for answer in answers) == 1, answers
-        assert sorted(a for a in answers if isinstance(a, str)) == ["CONFLICT", "CONFLICT"]
+        assert sorted(a for a in answers if isinstance(a, str)) == ["PLACEMENT_TAKEN"] * 2
         assert len(holders(world, digest)) == 1
 
 
@@ -268,6 +272,68 @@ def test_a_lease_that_the_pool_did_not_count_comes_back_only_where_there_is_a_pl
     assert beat(nodes["node-1"], "node-1", owner, digests[0]) == lost
     nodes["node-2"].placement_release("node-2", TENANT, digests[1])
     nodes["node-3"].placement_take("node-3", TENANT, digests[1])
+
+
+def test_a_list_that_comes_before_the_heartbeat_brings_no_lease_back(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=1)
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
+    owner = tenant_id(world)
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    lapse(world, owner, "node-1")
+    silence(world, "node-1", fresh=-timedelta(minutes=10))
+    nodes["node-2"].placement_take("node-2", TENANT, digests[1])
+    # With a new list it may serve again, as if it had never been away.
+    silence(world, "node-1", fresh=timedelta(minutes=10))
+    lost = [{"tenantId": owner, "adapterDigest": digests[0]}]
+    assert beat(nodes["node-1"], "node-1", owner, digests[0]) == lost
+    assert set(holders(world, digests[0])) == set()
+    nodes["node-2"].placement_take("node-2", TENANT, digests[1])
+
+
+def test_a_renewal_and_a_grant_of_another_at_one_moment_never_make_one_lease_too_many(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    pool_limit(world, adapters=1)
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
+    owner = tenant_id(world)
+    for _ in range(6):
+        nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+        lapse(world, owner, "node-1")
+        silence(world, "node-1", fresh=-timedelta(minutes=10))
+        at_once(
+            partial(beat, nodes["node-1"], "node-1", owner, digests[0]),
+            partial(nodes["node-2"].placement_take, "node-2", TENANT, digests[1]),
+        )
+        assert sum(len(holders(world, digest)) for digest in digests) == 1
+        for name, digest in zip(NODES, digests, strict=False):
+            nodes[name].placement_release(name, TENANT, digest)
+
+
+def test_a_node_knows_a_full_pool_from_an_adapter_that_others_hold(
+    world: World, nodes: dict[str, RegistryClient], tmp_path: Path
+) -> None:
+    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
+    owner = UUID(tenant_id(world))
+    nodes["node-1"].placement_take("node-1", TENANT, digests[0])
+    placements = Placements(nodes["node-2"], "node-2")
+
+    def refusal(digest: str) -> UnavailableError:
+        with pytest.raises(UnavailableError, match="no place in the pool") as caught:
+            placements.take(TENANT, Key(owner, digest_parse(digest)))
+        return caught.value
+
+    for limits, of_tenant in (
+        ({"adapters": 1}, False),
+        ({"adapters": 1, "tenant_adapters": 1}, True),
+    ):
+        pool_limit(world, **limits)
+        full = refusal(digests[1])
+        assert isinstance(full, NoPlaceError)
+        assert full.of_tenant is of_tenant
+        # In a full pool too, what helps is not another adapter's place.
+        assert not isinstance(refusal(digests[0]), NoPlaceError)
 
 
 def test_of_nodes_that_race_for_the_pools_last_place_exactly_one_gets_it(

@@ -15,6 +15,7 @@ from gpu_worker.serving.eviction import (
     NoRoomError,
     Reason,
     Unloads,
+    place_make,
     room_make,
     trim,
 )
@@ -94,6 +95,36 @@ def test_a_tenant_with_as_much_in_use_as_it_may_leaves_others_their_places() -> 
     with pytest.raises(NoRoomError, match="the tenant's adapters"):
         room_make(residents, A, 1, bounds)
     assert room_make(residents, B, 1, bounds) == []
+
+
+def test_for_a_place_in_a_full_pool_the_nodes_adapters_are_shared_like_its_rows() -> None:
+    def gone(*residents: Held, own: bool = False) -> Key:
+        found = place_make(residents, A, own=own)
+        assert found.reason is Reason.POOL
+        return found.key
+
+    # Alone, or at its share of what is here: from its own.
+    assert gone(held(A, 2, 1), held(A, 1, 1)) == key(A, 1)
+    assert gone(held(B, 1, 1), held(A, 2, 1)) == key(A, 2)
+    # Within its share: from those over theirs.
+    assert gone(held(B, 1, 1), held(C, 2, 1), held(C, 3, 1)) == key(C, 2)
+    # More tenants than places: they take turns.
+    assert gone(held(B, 2, 1), held(C, 1, 1)) == key(C, 1)
+    # Its part of the pool is full: nobody else's place helps.
+    assert gone(held(B, 1, 1), held(B, 2, 1), held(B, 3, 1), held(A, 4, 1), own=True) == key(A, 4)
+
+
+def test_for_a_place_in_a_full_pool_nothing_in_use_and_no_share_of_another_goes() -> None:
+    busy = held(A, 1, 1, idle=False)
+    for residents, own in (
+        ([], False),
+        ([busy], False),
+        ([held(B, 2, 1), busy], False),
+        ([held(B, 1, 1), held(C, 2, 1, idle=False), held(C, 3, 1, idle=False)], False),
+        ([held(B, 2, 1), held(B, 3, 1)], True),
+    ):
+        with pytest.raises(NoRoomError, match="the pool is full"):
+            place_make(residents, A, own=own)
 
 
 def test_above_the_mark_those_over_their_share_shrink_and_the_newest_stays() -> None:
