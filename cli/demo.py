@@ -225,7 +225,7 @@ def _move(world: World) -> None:
 
     world.step(7, "move prod to v2 while a long request runs on v1")
     long = Running(lambda: world.complete(*_SUPPORT, "prod", _long_tokens(world)))
-    world.running_wait()
+    world.running_wait(long)
     _alias(world, "v2")
     claim(long.is_alive(), "the long request still runs")
     after = world.complete(*_SUPPORT, "prod", _SHORT_TOKENS)
@@ -257,7 +257,7 @@ def _revoke(world: World) -> None:
     digest = world.digests["support-zh-v1"]
     world.step(8, f"revoke v1, {digest}, while a request runs on it")
     long = Running(lambda: world.complete(*_SUPPORT, digest, _long_tokens(world)))
-    world.running_wait()
+    world.running_wait(long)
     operator = world.profile["tokens"]["operator"]
     version = f"{'/'.join(_SUPPORT)}@{digest}"
     shown = world.command(operator, "revoke", version, "-m", "the demo's training data was wrong")

@@ -141,18 +141,20 @@ class World:
         items = httpx.get(f"{url}/v1/residency", timeout=10, trust_env=False).json()["items"]
         return {item["adapterDigest"] for item in items if item["state"] is not None}
 
-    def running_wait(self) -> None:
-        """Until the node computes an answer: whose adapter is chosen by then.
+    def running_wait(self, long: Running) -> None:
+        """Until the node computes the answer of ``long``: whose adapter is chosen by then.
 
         Raises:
-            DemoFailedError: it does not for long.
+            DemoFailedError: it does not for long, or the request ended. RegistryError: it failed.
         """
         url, until = self.profile["nodes"][0]["url"], time.monotonic() + _READY_SECONDS
-        while time.monotonic() < until:
+        while long.is_alive() and time.monotonic() < until:
             metrics = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
             if f"\n{_ONE_RUNS}\n" in metrics:
                 return
             time.sleep(0.05)
+        if not long.is_alive():
+            long.result()
         raise DemoFailedError("does not hold: the long request runs; the node computes nothing")
 
     def _trained(self) -> dict[str, Any]:

@@ -299,8 +299,9 @@ class Emptying:
         try:
             with self._changed:
                 reason = self._retired[key]
-            self._unload(key, reason)
+            # First: once it went it may come back at any time, and go again.
             self._disk.used(key)
+            self._unload(key, reason)
         except Exception:  # noqa: BLE001 - it serves nobody; the next heartbeat goes on with it
             _LOG.exception("%s: unloading failed", key.digest)
         with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -49,7 +50,7 @@ def served(database: TestDatabase, folder: Path, port: int) -> Iterator[subproce
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(600):
+        for _ in range(2400):
             try:
                 httpx.get(f"http://127.0.0.1:{port}/v1/health")
                 break
@@ -65,9 +66,13 @@ def served(database: TestDatabase, folder: Path, port: int) -> Iterator[subproce
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that no client gets while the service is down: they get those of a range above."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(first // 2, first)
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture

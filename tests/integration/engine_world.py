@@ -6,6 +6,7 @@ Needs torch, transformers and peft, nothing else; runs on any device.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gpu_worker.serving.adapter import Adapter, Part, adapter_of
+from gpu_worker.serving.engine import Engine, _Call
 from gpu_worker.serving.prefix import PrefixCache
 from gpu_worker.serving.requests import Requests
 from gpu_worker.serving.runner import Runner
@@ -83,6 +85,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", **_COMMON, "num_key_value_heads": 4},
 }
 SMALL = Workspace(lanes=8, lane_tokens=256, adapters=6, rank=16, step_tokens=256)
+
+
+@contextmanager
+def held_up(engine: Engine) -> Iterator[None]:
+    """The model's thread stands meanwhile: whatever is asked comes before its next step."""
+    stands, go = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        go.wait()
+
+    engine._inbox.put(_Call(stand))
+    assert stands.wait(60)
+    try:
+        yield
+    finally:
+        go.set()
 
 
 @contextmanager

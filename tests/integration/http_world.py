@@ -108,6 +108,11 @@ class HttpWorld:
         url = f"{self.url}/v1/completions"
         return httpx.post(url, content=body, headers=headers, timeout=60)
 
+    def residency(self) -> list[dict[str, Any]]:
+        """What operators see of each adapter; who waited for a load hears before it is counted."""
+        found: list[dict[str, Any]] = self.get("/v1/residency").json()["items"]
+        return found
+
     @contextmanager
     def caller(self, digest: Digest | None = None, **fields: Any) -> Iterator[None]:
         """Somebody who asks for a completion, reads nothing, and leaves at the end."""

@@ -396,8 +396,9 @@ class FakeRegistry:
         self, node: str, tenant_id: str, digest: str, freed_bytes: int, purged_blocks: int
     ) -> None:
         self._reach()
-        self.acknowledged.append((tenant_id, digest, freed_bytes))
         self.purged.append(purged_blocks)
+        # Last: whoever waits for it finds the rest.
+        self.acknowledged.append((tenant_id, digest, freed_bytes))
         self.outstanding.pop(Digest(digest), None)
 
     def usage_report(self, node: str, run: str, items: list[dict[str, Any]]) -> None:

@@ -51,7 +51,9 @@ def test_no_path_answers_with_a_fault_of_ours(world: World) -> None:
                     value = "t-1042" if name == "tenant" else nasty
                     path = path.replace(f"{{{name}}}", value).replace(f"{{{name}:path}}", value)
                 body = {"json": {}} if method in ("POST", "PUT") else {}
-                answer = httpx.request(method, world.url + path, headers=headers, **body)
+                answer = httpx.request(
+                    method, world.url + path, headers=headers, timeout=60, **body
+                )
                 assert answer.status_code < 500, (method, path, answer.text)
                 checked += 1
     assert checked > 300
@@ -62,10 +64,12 @@ def test_no_query_answers_with_a_fault_of_ours(world: World) -> None:
     headers = {"Authorization": f"Bearer {world.tokens['admin']}"}
     for name in lists:
         for cursor in CURSORS:
-            answer = httpx.get(f"{world.url}/v1/{name}?cursor={cursor}", headers=headers)
+            answer = httpx.get(
+                f"{world.url}/v1/{name}?cursor={cursor}", headers=headers, timeout=60
+            )
             assert answer.status_code < 500, (name, cursor, answer.text)
         for query in ("limit=0", "limit=201", "limit=x", "state=%00", "subject=%00", "tenant=%00"):
-            answer = httpx.get(f"{world.url}/v1/{name}?{query}", headers=headers)
+            answer = httpx.get(f"{world.url}/v1/{name}?{query}", headers=headers, timeout=60)
             assert answer.status_code < 500, (name, query, answer.text)
 
 
@@ -75,6 +79,7 @@ def test_numbers_out_of_range_are_refused(world: World) -> None:
         f"{world.url}/v1/nodes/node-1/heartbeat",
         headers=node,
         json={"feedIndex": 10**30, "residents": []},
+        timeout=60,
     )
     assert beat.status_code == 400
     operator = {"Authorization": f"Bearer {world.tokens['operator']}", "If-Match": '"²"'.encode()}
@@ -82,6 +87,7 @@ def test_numbers_out_of_range_are_refused(world: World) -> None:
         f"{world.url}/v1/tenants/t-1042/adapters/a/aliases/prod",
         headers=operator,
         json={"adapterDigest": "sha256:" + "0" * 64, "reason": "x"},
+        timeout=60,
     )
     assert put.status_code == 400
 
@@ -161,6 +167,9 @@ def test_a_manifest_in_another_form_is_refused(world: World) -> None:
     }
     for body in (b"", b"\x00", b"[" * 10_000, canonical_json({"schemaVersion": 2}), b'{"a":NaN}'):
         answer = httpx.put(
-            f"{world.url}/v2/t-1042/support-zh/manifests/v1", headers=headers, content=body
+            f"{world.url}/v2/t-1042/support-zh/manifests/v1",
+            headers=headers,
+            content=body,
+            timeout=60,
         )
         assert answer.status_code == 400, body[:20]

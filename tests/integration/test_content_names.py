@@ -63,6 +63,7 @@ def put(world: World, content: bytes) -> httpx.Response:
             "Content-Type": MANIFEST_MEDIA_TYPE,
         },
         content=content,
+        timeout=60,
     )
 
 

@@ -21,7 +21,8 @@ REPOSITORY = "/v2/t-1042/support-zh"
 
 
 def publisher(world: World) -> httpx.Client:
-    return httpx.Client(base_url=world.url, headers=basic(world.tokens["publisher:t-1042"]))
+    headers = basic(world.tokens["publisher:t-1042"])
+    return httpx.Client(base_url=world.url, headers=headers, timeout=60)
 
 
 def code(response: httpx.Response) -> tuple[int, str]:
@@ -165,7 +166,7 @@ def test_a_malformed_manifest_is_refused(world: World) -> None:
 def test_somebody_elses_repository_looks_like_none(world: World, tmp_path: Path) -> None:
     digest = world.admit(tmp_path / "a", label="v1")
     with httpx.Client(
-        base_url=world.url, headers=basic(world.tokens["publisher:t-2001"])
+        base_url=world.url, headers=basic(world.tokens["publisher:t-2001"]), timeout=60
     ) as client:
         theirs = client.get(f"{REPOSITORY}/manifests/v1")
         none = client.get("/v2/t-9999/nothing/manifests/v1")
@@ -189,7 +190,7 @@ def test_nothing_is_deleted(world: World, tmp_path: Path) -> None:
 
 
 def test_no_token_is_challenged(world: World) -> None:
-    answer = httpx.get(f"{world.url}/v2/")
+    answer = httpx.get(f"{world.url}/v2/", timeout=60)
     assert code(answer) == (401, "UNAUTHORIZED")
     assert answer.headers["www-authenticate"].startswith("Basic realm=")
 
@@ -198,6 +199,8 @@ def test_an_unapproved_artifact_is_for_checkers_only(world: World, tmp_path: Pat
     digest = world.publish(tmp_path / "a", label="v1")
     for role, status in (("node", 404), ("operator", 404), ("validator", 200), ("reviewer", 200)):
         answer = httpx.get(
-            f"{world.url}{REPOSITORY}/manifests/{digest}", headers=basic(world.tokens[role])
+            f"{world.url}{REPOSITORY}/manifests/{digest}",
+            headers=basic(world.tokens[role]),
+            timeout=60,
         )
         assert answer.status_code == status, role

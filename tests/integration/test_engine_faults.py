@@ -299,8 +299,9 @@ def test_a_lane_that_cannot_be_zeroed_ends_the_engine_and_every_request(
     with monkeypatch.context() as patch:
         once = Nth(Lanes.clear, 0, RuntimeError("injected"))
         patch.setattr(Lanes, "clear", never if lasting else once)
-        running = [engine.submit(job) for job in jobs]
-        engine._thread.join(20)
+        with ew.held_up(engine):
+            running = [engine.submit(job) for job in jobs]
+        engine._thread.join(60)
     assert not engine.alive
     assert all(generation.ended for generation in running)
     assert sorted(ended) == list(range(6))

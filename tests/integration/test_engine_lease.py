@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from gpu_worker.serving.sequence import (
 )
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 from tests.integration import engine_world as ew
+from tests.waiting import until
 
 # peft 0.21 uses what transformers 5.24 deprecates; the oracle is not ours to fix.
 pytestmark = [
@@ -279,10 +281,14 @@ def test_a_lane_state_of_another_layout_is_refused(engine: Engine) -> None:
 
 
 def test_the_engine_stops_whatever_runs(engine: Engine) -> None:
-    jobs = [engine.submit(Job((1, 2), 100)) for _ in range(4)]
-    with pytest.raises(EngineBusyError):
-        engine.submit(Job((1, 2), 3))
-    engine.stop()
+    with ew.held_up(engine):
+        jobs = [engine.submit(Job((1, 2), 100)) for _ in range(4)]
+        with pytest.raises(EngineBusyError):
+            engine.submit(Job((1, 2), 3))
+        stopping = threading.Thread(target=engine.stop)
+        stopping.start()
+        until(lambda: not engine.alive)
+    stopping.join()
     assert {job.finish_reason for job in jobs} == {"cancelled"}
     assert engine.references == 0
     for call in (

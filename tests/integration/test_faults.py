@@ -23,7 +23,8 @@ REPOSITORY = "/v2/t-1042/support-zh"
 
 
 def publisher(world: World) -> httpx.Client:
-    return httpx.Client(base_url=world.url, headers=basic(world.tokens["publisher:t-1042"]))
+    headers = basic(world.tokens["publisher:t-1042"])
+    return httpx.Client(base_url=world.url, headers=headers, timeout=60)
 
 
 def tenant_of(world: World) -> UUID:
@@ -137,7 +138,7 @@ def test_stored_bytes_without_a_row_are_swept_once_they_are_old(world: World) ->
 
 def test_a_database_that_is_down_is_unavailable(world: World, database: TestDatabase) -> None:
     token = {"Authorization": f"Bearer {world.tokens['operator']}"}
-    assert httpx.get(f"{world.url}/v1/ready").status_code == 200
+    assert httpx.get(f"{world.url}/v1/ready", timeout=60).status_code == 200
     name = database.superuser_url.rpartition("/")[2].partition("?")[0]
     kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
     other = database.superuser_url.replace(f"/{name}", "/postgres")
@@ -145,7 +146,7 @@ def test_a_database_that_is_down_is_unavailable(world: World, database: TestData
     _execute(other, f"{kill} AND datname = '{name}'")
     try:
         for path in ("/v1/artifacts", "/v1/ready", "/v2/", "/v2/t-1042/support-zh/manifests/v1"):
-            answer = httpx.get(world.url + path, headers=token)
+            answer = httpx.get(world.url + path, headers=token, timeout=60)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5"), path
     finally:
         _execute(other, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")

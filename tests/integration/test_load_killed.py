@@ -112,7 +112,8 @@ class Killed:
 
     def items(self) -> list[dict[str, Any]]:
         """What is resident."""
-        found: list[dict[str, Any]] = httpx.get(f"{self.node.url}/v1/residency").json()["items"]
+        answer = httpx.get(f"{self.node.url}/v1/residency", timeout=60)
+        found: list[dict[str, Any]] = answer.json()["items"]
         return found
 
 

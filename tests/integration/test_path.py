@@ -283,7 +283,8 @@ def test_tags_are_listed_whole_whatever_is_not_admitted(world: World, tmp_path: 
     world.admit(tmp_path / "c", fill=9, label="c")
     headers = basic(world.tokens["node"])
     url = f"{world.url}/v2/{TENANT}/{ADAPTER}/tags/list"
-    assert httpx.get(url, params={"n": 1}, headers=headers).json()["tags"] == ["c"]
+    answer = httpx.get(url, params={"n": 1}, headers=headers, timeout=60)
+    assert answer.json()["tags"] == ["c"]
 
 
 def test_a_label_names_nothing_that_is_refused_or_revoked(world: World, tmp_path: Path) -> None:
@@ -303,9 +304,10 @@ def test_a_new_process_continues_an_upload(world: World, tmp_path: Path) -> None
     world.folder(tmp_path / "a", weights=safetensors_bytes(lora_tensors(width=4096)))
     weights = tmp_path / "a" / "adapter_model.safetensors"
     headers = basic(world.tokens["publisher:t-1042"])
-    begun_at = httpx.post(f"{world.url}/v2/{TENANT}/{ADAPTER}/blobs/uploads/", headers=headers)
+    uploads = f"{world.url}/v2/{TENANT}/{ADAPTER}/blobs/uploads/"
+    begun_at = httpx.post(uploads, headers=headers, timeout=60)
     location = world.url + begun_at.headers["location"]
-    httpx.patch(location, headers=headers, content=weights.read_bytes()[:100_000])
+    httpx.patch(location, headers=headers, content=weights.read_bytes()[:100_000], timeout=60)
     file = PublishFile("adapter_model.safetensors", weights)
     begun = {f"{world.url} {TENANT} {file.name}": location}
     files = [file] + [
@@ -321,7 +323,7 @@ def test_a_new_process_continues_an_upload(world: World, tmp_path: Path) -> None
 
         first = client.push(TENANT, ADAPTER, files, None, note, begun)
         assert steps[-1] == weights.stat().st_size
-        assert httpx.get(location, headers=headers).status_code == 404
+        assert httpx.get(location, headers=headers, timeout=60).status_code == 404
         steps.clear()
         # Whole blobs are not sent again, nor taken for granted: the file is hashed anew.
         assert client.push(TENANT, ADAPTER, files, None, note, begun) == first

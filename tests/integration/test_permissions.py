@@ -55,7 +55,7 @@ def test_every_route_names_its_roles() -> None:
 def send(world: World, method: str, path: str, role: str | None) -> httpx.Response:
     headers = {} if role is None else {"Authorization": f"Bearer {world.tokens[role]}"}
     body: dict[str, Any] = {"json": {}} if method in ("POST", "PUT") else {}
-    return httpx.request(method, world.url + path, headers=headers, **body)
+    return httpx.request(method, world.url + path, headers=headers, timeout=60, **body)
 
 
 def test_no_token_and_wrong_roles_are_refused(world: World) -> None:
@@ -134,7 +134,9 @@ def test_a_tenants_principal_touches_no_other_tenant(world: World, tmp_path: Pat
                     "If-Match": '"0"',
                 }
                 body = {"json": BODIES[route.name]} if route.name in BODIES else {}
-                answer = httpx.request(method, world.url + path, headers=headers, **body)
+                answer = httpx.request(
+                    method, world.url + path, headers=headers, timeout=60, **body
+                )
                 assert answer.status_code == 404, (method, path, role, answer.text)
                 checked += 1
     assert checked > 30
@@ -152,6 +154,8 @@ def test_a_tenants_principal_is_not_the_platforms(world: World) -> None:
     for path in ("/v1/bases/tiny/tenants/t-2001",):
         assert send(world, "PUT", path, "op").status_code == 404, path
     events = httpx.get(
-        f"{world.url}/v1/audit", headers={"Authorization": f"Bearer {world.tokens['op']}"}
+        f"{world.url}/v1/audit",
+        headers={"Authorization": f"Bearer {world.tokens['op']}"},
+        timeout=60,
     ).json()["items"]
     assert {event["tenant"] for event in events} <= {"t-2001"}

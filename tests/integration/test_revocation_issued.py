@@ -146,7 +146,7 @@ def test_the_list_is_served_as_it_stands_and_not_twice(world: World) -> None:
         assert auditor.revocation_list(listed(world).number) is None
         assert auditor.revocation_list(listed(world).number + 1) == first
     token = {"Authorization": f"Bearer {world.tokens['auditor']}"}
-    answer = httpx.get(f"{world.url}/v1/revocation-list", headers=token)
+    answer = httpx.get(f"{world.url}/v1/revocation-list", headers=token, timeout=60)
     assert answer.headers["etag"] == f'"{listed(world).number}"'
     assert answer.headers["content-type"] == "application/vnd.dsse.envelope.v1+json"
 

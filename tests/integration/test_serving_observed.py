@@ -289,6 +289,7 @@ def test_metrics_count_and_have_no_digest_or_tenant(world: HttpWorld) -> None:
     with pytest.raises(openai.BadRequestError):
         world.complete(n=9)
     until(world.idle)
+    until(lambda: "node_load_seconds_count 1.0" in world.get("/metrics").text)
     text = world.get("/metrics").text
     numbers = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
@@ -323,7 +324,8 @@ def test_operators_see_each_adapter(world: HttpWorld) -> None:
     block = world.node.engine.memory().blocks // 2
     world.registry.revoke(second, deadline=0)
     until(lambda: bool(world.registry.acknowledged))
-    items = {item["adapterDigest"]: item for item in world.get("/v1/residency").json()["items"]}
+    until(lambda: sum(item["loads"] for item in world.residency()) == 2)
+    items = {item["adapterDigest"]: item for item in world.residency()}
     assert set(items) == {first, second}
     here, gone = items[first], items[second]
     assert (here["state"], here["loads"], here["hits"], here["references"]) == ("SERVING", 1, 2, 0)
@@ -339,8 +341,8 @@ def test_operators_see_how_often_an_adapter_came_back(world: HttpWorld) -> None:
     first = next(iter(world.registry.artifacts))
     for swap_ins in range(3):
         world.complete(first)
-        (item,) = world.get("/v1/residency").json()["items"]
-        assert (item["loads"], item["swapIns"], item["hits"]) == (swap_ins + 1, swap_ins, 0)
+        until(lambda loads=swap_ins + 1: world.residency()[0]["loads"] == loads)
+        assert [(i["swapIns"], i["hits"]) for i in world.residency()] == [(swap_ins, 0)]
         until(world.idle)
         world.node.residents.placement_lost(Key(sw.TENANT_ID, first))
         until(lambda: not world.node.residents.residents())
@@ -370,7 +372,8 @@ def test_a_load_that_fails_is_counted(world: HttpWorld) -> None:
     world.registry.verdict_changes = {"adapter": "another"}
     with pytest.raises(openai.PermissionDeniedError):
         world.complete(digest)
-    (item,) = world.get("/v1/residency").json()["items"]
+    until(lambda: bool(world.residency()))
+    (item,) = world.residency()
     assert (item["loadFailures"], item["loads"], item["loadSeconds"]) == (1, 0, None)
     assert "node_load_failures_total 1.0" in world.get("/metrics").text
 

@@ -101,6 +101,13 @@ def starting(world: HttpWorld) -> int:
     return world.node.completions.requests.counts()["starting"]
 
 
+def waiting_loads(world: HttpWorld) -> int:
+    """Sequences that wait in the load queue."""
+    queue = world.node.residents._queue
+    with queue._changed:
+        return sum(ticket.waiting for ticket in queue._open.values())
+
+
 def test_waiting_for_adapters_keeps_nobody_else_from_being_served(
     world: HttpWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,11 +119,11 @@ def test_waiting_for_adapters_keeps_nobody_else_from_being_served(
     with ThreadPoolExecutor(3) as pool:
         with slow_registry(world):
             waiting = [pool.submit(world.send, second) for _ in range(2)]
-            until(lambda: starting(world) == 2)
+            until(lambda: waiting_loads(world) == 2)
             share = world.send(second)
             assert (share.status_code, share.json()["error"]["code"]) == (429, "too_many_requests")
             waiting.append(pool.submit(world.send, others, claims=OTHER))
-            until(lambda: starting(world) == 3)
+            until(lambda: waiting_loads(world) == 3)
             monkeypatch.setattr(queue, "_bounds", replace(bounds, waiting_tenant=3))
             full = world.send(second)
             assert (full.status_code, full.json()["error"]["code"]) == (503, "unavailable")

@@ -59,12 +59,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
         node.turn(A, PROMPT)
         node.saved()
         shutil.copytree(found.folder, found.before)
-        node.turn(A, PROMPT)
-        node.turn(A, PROMPT, "s-2")
-        node.turn(A, PROMPT, subject="other")
-        node.turn(A, PROMPT, tenant_id=OTHER_TENANT)
-        # A save that found many others waiting would be left out.
-        node.saved()
+        turns: list[dict[str, Any]] = [
+            {},
+            {"session": "s-2"},
+            {"subject": "other"},
+            {"tenant_id": OTHER_TENANT},
+        ]
+        for turn in turns:
+            node.turn(A, PROMPT, **turn)
+            # Pages have their numbers in the order in which they are saved.
+            node.saved()
         node.turn(BASE_MARKER, PROMPT, BASE_SESSION)
     with TurnWorld(found.other_node, secret=b"o" * 32).node() as node:
         node.turn(A, PROMPT)

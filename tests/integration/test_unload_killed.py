@@ -95,7 +95,7 @@ def test_a_node_killed_while_it_lets_go_never_serves_again_and_ends_it(
         assert node.ask().status_code == 403
         node.until(lambda: acknowledged() != "")
         assert left() == (0, 0, 0)
-        items = httpx.get(f"{node.url}/v1/residency").json()["items"]
+        items = httpx.get(f"{node.url}/v1/residency", timeout=60).json()["items"]
         assert [item["state"] for item in items if item["state"]] == []
         assert node.ask().status_code == 403
         assert acknowledged() == node.digest

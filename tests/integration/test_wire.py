@@ -59,8 +59,8 @@ def test_artifacts_and_what_was_found_and_decided(
         fits(wire.Review, review)
     fits(wire_statements.VerdictStatement, payload(operator.verdict(TENANT, digest)))
     token = {"Authorization": f"Bearer {world.tokens['operator']}"}
-    statement = httpx.get(f"{world.url}/v1/bases/tiny/statement", headers=token).content
-    fits(wire_statements.BaseStatement, payload(statement))
+    statement = httpx.get(f"{world.url}/v1/bases/tiny/statement", headers=token, timeout=60)
+    fits(wire_statements.BaseStatement, payload(statement.content))
     operator.revoke(TENANT, digest, "leaks", 30)
     listed = operator.revocation_list()
     assert listed is not None
@@ -107,9 +107,9 @@ def test_platform_documents_and_the_feed(admitted: tuple[World, str, RegistryCli
 def test_problems(world: World) -> None:
     token = {"Authorization": f"Bearer {world.tokens['operator']}"}
     for answer in (
-        httpx.get(f"{world.url}/v1/whoami"),
-        httpx.get(f"{world.url}/v1/bases/none", headers=token),
-        httpx.post(f"{world.url}/v1/bases", headers=token, json={"surprise": 1}),
+        httpx.get(f"{world.url}/v1/whoami", timeout=60),
+        httpx.get(f"{world.url}/v1/bases/none", headers=token, timeout=60),
+        httpx.post(f"{world.url}/v1/bases", headers=token, json={"surprise": 1}, timeout=60),
     ):
         assert answer.headers["content-type"] == "application/problem+json"
         fits(wire.Problem, answer.json())
@@ -139,7 +139,7 @@ def test_answers_to_workers_and_gateways(admitted: tuple[World, str, RegistryCli
 
 
 def test_the_openapi_document_says_what_every_json_route_answers(world: World) -> None:
-    document = httpx.get(f"{world.url}/v1/openapi.json").json()
+    document = httpx.get(f"{world.url}/v1/openapi.json", timeout=60).json()
     silent = {
         f"{method} {path}"
         for path, methods in document["paths"].items()

@@ -136,7 +136,9 @@ def test_after_trimming_all_shares_hold_and_who_is_within_its_part_keeps_its_pag
         new = entry(f"{tenant}/{slot}", page, size, tenant=tenant)
         if use:
             index.find(new.slot)
+        asked = index.to_bytes()
         kept = index.keeps(new, budget)
+        assert index.to_bytes() == asked
         if not use:
             index.put(new)
         before = index.entries()

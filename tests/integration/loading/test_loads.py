@@ -147,7 +147,10 @@ def test_above_the_high_water_mark_the_oldest_go_though_there_is_room(
 
 
 def test_limits_of_an_adapter_and_of_a_tenant(
-    own: list[Digest], others: list[Digest], start: Callable[[LoadLimits], LoadWorld]
+    own: list[Digest],
+    others: list[Digest],
+    start: Callable[[LoadLimits], LoadWorld],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = start(
         LoadLimits(
@@ -158,6 +161,8 @@ def test_limits_of_an_adapter_and_of_a_tenant(
             queue=QueueLimits(waiting_each=2, per_minute=5),
         )
     )
+    # The minute does not end.
+    monkeypatch.setattr(world.node.residents._queue, "_elapsed", lambda: 1.0)
     with pytest.raises(UnavailableError, match="at most 2 sequences that wait for one adapter"):
         world.acquire(own[0], sequences=3)
     leases = [world.acquire(own[0]), world.acquire(own[0])]
@@ -267,25 +272,32 @@ def test_a_limit_of_sequences_counts_those_of_each_request(
 def test_a_request_that_waits_too_long_goes_and_the_load_serves_the_next(
     own: list[Digest], start: Callable[[LoadLimits], LoadWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = start(LoadLimits(adapters=4, rank=8, queue=QueueLimits(wait_seconds=0.05)))
-    gate = threading.Event()
+    world = start(LoadLimits(adapters=4, rank=8))
+    begun, gate = threading.Event(), threading.Event()
     pull = world.registry.pull
 
     def slow(*arguments: Any) -> None:
-        assert gate.wait(10)
+        begun.set()
+        assert gate.wait(60)
         pull(*arguments)
 
     monkeypatch.setattr(world.registry, "pull", slow)
+    filling = world.node.residents._filling
+    with world.node.residents._changed:
+        ticket = filling.ticket(world.load(own[0]), 1)
+    assert begun.wait(60)
     with pytest.raises(UnavailableError, match="still being loaded"):
-        world.acquire(own[0])
+        filling.wait(ticket, 1, 0.01)
     gate.set()
     until(lambda: world.states() == {own[0]: "SERVING"})
     assert [item.references for item in world.node.residents.residents()] == [0]
 
 
 def test_a_load_that_fails_again_and_again_is_left_alone_for_a_while(
-    world: LoadWorld, own: list[Digest]
+    world: LoadWorld, own: list[Digest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The while does not end by itself.
+    monkeypatch.setattr(world.node.residents._queue, "_elapsed", lambda: 1.0)
     world.registry.verdict_changes = {"catalog_digest": Digest("sha256:" + "0" * 64)}
     try:
         for _ in range(2):

@@ -9,7 +9,9 @@ wrong adapters under load (lorax PR#62) in ``test_serving_http_soak.py``.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +79,26 @@ def test_vllm_54839_and_42207_an_unload_leaves_weights_and_memory(engine: Engine
 def test_vllm_47724_a_running_request_is_served_another_users_adapter(engine: Engine) -> None:
     engine.attach("one", adapter(1))
     alone = list(engine.submit(Job(PROMPT, 60, "one")).tokens())
-    running = engine.submit(Job(PROMPT, 60, "one"))
-    outputs = running.tokens()
-    said = [next(outputs)]
-    # While it runs its row can neither be taken away nor be given to another.
+    joins, go = threading.Event(), threading.Event()
+
+    def admit() -> None:
+        joins.set()
+        go.wait()
+
+    running = engine.submit(Job(PROMPT, 60, "one", admit=admit))
+    assert joins.wait(60)
+    with ThreadPoolExecutor(2) as callers:
+        # While it runs its row can neither be taken away nor be given to another.
+        leaving = callers.submit(engine.detach, "one")
+        until(lambda: engine._inbox.qsize() == 1)
+        coming = callers.submit(engine.attach, "two", adapter(2))
+        until(lambda: engine._inbox.qsize() == 2)
+        # Both are done after its first step.
+        go.set()
     with pytest.raises(EngineError, match="still in use"):
-        engine.detach("one")
-    engine.attach("two", adapter(2))
-    assert said + list(outputs) == alone
+        leaving.result()
+    coming.result()
+    assert list(running.tokens()) == alone
 
 
 def test_vllm_55193_the_base_is_served_when_nothing_was_applied(engine: Engine) -> None:
