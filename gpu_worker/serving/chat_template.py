@@ -2,9 +2,10 @@
 
 The base's template is proven by its digest, an adapter's was approved with it. Either is a program,
 and runs in a process of its own with bounds (``template_process``): one that loops for ever, or
-writes without end, costs its own request and never the node. A template that went beyond its bounds
-in a process that had rendered nothing else is not run again for that tenant; it may have been what
-the tenant's messages made of it, and others go on.
+writes without end, costs its own request and never the node. Tenants share the process: one that
+ends in it is run again in a new one. A template that went beyond its bounds in a process that had
+rendered nothing else is not run again for that tenant; it may have been what the tenant's messages
+made of it, and others go on.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ChatTemplates:
             if self._end() not in _BEYOND:
                 raise UnavailableError("the chat template was not rendered") from error
             if not fresh:
-                # What is compiled stays in memory: others' templates may have filled it.
+                # Others' templates and chats may have left it too little memory.
                 return self._render(run, frame)
             self._refused[run] = None
             if len(self._refused) > _REFUSED:

@@ -45,6 +45,7 @@ class Gate:
 
         Raises:
             DeniedError: it does not hold here and now, for this body and for the first time.
+            UnavailableError: whether its grant was withdrawn is not known.
         """
         try:
             context = routing_context_verify(
@@ -56,8 +57,7 @@ class Gate:
                 body=body,
                 now=self._now(),
             )
-            if self.withdrawn.covers(context):
-                raise UntrustedError("a routing context of a withdrawn grant")
+            self._grant_check(context)
             if context.issued_at < self._started_at:
                 raise UntrustedError("a routing context from before this process")
             if not digest_equal(context.tokenizer_digest, self._base.tokenizer_digest):
@@ -76,11 +76,13 @@ class Gate:
         """Check a context again, when its request leaves the queue.
 
         Raises:
-            DeniedError: its grant was withdrawn meanwhile. UnavailableError: it is over: the
-                request waited for longer than it holds.
+            DeniedError: its grant was withdrawn meanwhile. UnavailableError: whether it was is not
+                known, or it is over: the request waited for longer than it holds.
         """
-        if self.withdrawn.covers(context):
-            raise DeniedError
+        try:
+            self._grant_check(context)
+        except UntrustedError as error:
+            raise DeniedError from error
         try:
             expiry_check(context, self._now())
         except UntrustedError as error:
@@ -88,3 +90,18 @@ class Gate:
                 "the request waited for longer than its routing context holds; ask again",
                 retry_after=1,
             ) from error
+
+    def _grant_check(self, context: RoutingContext) -> None:
+        """Refuse a context whose grant is not sure to hold still.
+
+        Raises:
+            UntrustedError: it was withdrawn. UnavailableError: the node missed whether it was; of
+                all adapters alike, so that this tells nobody anything.
+        """
+        if self.withdrawn.knows(context):
+            raise UntrustedError("a routing context of a withdrawn grant")
+        if wait := self.withdrawn.unsure_seconds(context):
+            raise UnavailableError(
+                "this node missed for a while which grants were withdrawn; ask again",
+                retry_after=wait,
+            )

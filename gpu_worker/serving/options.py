@@ -81,7 +81,8 @@ _LIMITS: Final = (
         "--max-tenant-running",
         limits.TENANT_SEQUENCES,
         0,
-        "a tenant's that run at once; default: half of the node's",
+        f"a tenant's that run at once; default: half of the node's, at most "
+        f"{limits.TENANT_SEQUENCES}",
     ),
     ("--max-tenant-adapters", 4096, 0, "a tenant's resident adapters; default: half of the node's"),
     ("--max-tenant-mib", 64 * limits.MIB, 0, "a tenant's resident bytes; default: all there are"),
@@ -162,7 +163,9 @@ def _limits(given: argparse.Namespace) -> LoadLimits:
     return LoadLimits(
         memory=given.memory_mib * limits.MIB,
         running=given.max_running,
-        tenant_running=given.max_tenant_running or max(1, given.max_running // 2),
+        # Of a tenant no more wait or run in all.
+        tenant_running=given.max_tenant_running
+        or min(limits.TENANT_SEQUENCES, max(1, given.max_running // 2)),
         tokens=given.max_tokens,
         adapters=given.max_adapters,
         rank=given.max_rank,

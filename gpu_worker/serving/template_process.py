@@ -9,6 +9,7 @@ Frames of four bytes (length, big-endian) and JSON come on stdin and are answere
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -18,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, BinaryIO, Final, NoReturn
 
 import jinja2
@@ -28,7 +28,9 @@ import jinja2.sandbox
 MEMORY_EXIT: Final = 3
 """Its exit status for want of memory."""
 
+# What is compiled takes some ten bytes for each character of its template.
 _COMPILED: Final = 64
+_COMPILED_CHARS: Final = 4 * 2**20
 _ERROR_CHARS: Final = 512
 
 
@@ -67,29 +69,62 @@ def render(template: jinja2.Template, variables: dict[str, Any], most_chars: int
     return "".join(parts)
 
 
+class Compiled:
+    """Compiled templates: those that were used last, bounded in number and in characters."""
+
+    def __init__(self, compile_template: Callable[[str], jinja2.Template]) -> None:
+        self._compile = compile_template
+        self._kept: dict[str, jinja2.Template] = {}
+
+    def template(self, text: str) -> jinja2.Template:
+        """The template of a text.
+
+        Raises:
+            jinja2.TemplateError: it is none.
+        """
+        found = self._kept.pop(text, None)
+        if found is None:
+            self._room_make(len(text))
+            found = self._compile(text)
+        self._kept[text] = found
+        return found
+
+    def _room_make(self, chars: int) -> None:
+        full = False
+        while self._kept and (
+            len(self._kept) >= _COMPILED or chars + sum(map(len, self._kept)) > _COMPILED_CHARS
+        ):
+            del self._kept[next(iter(self._kept))]
+            full = True
+        if full:
+            # A template's parts know each other, and would stay until Python looks for such.
+            gc.collect()
+
+
 def main() -> None:
     """Answer until stdin ends."""
     most_bytes, cpu_seconds, most_chars = (int(text) for text in sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    compile_template = lru_cache(_COMPILED)(environment_make().from_string)
-    while (frame := _read(sys.stdin.buffer)) is not None:
-        _cpu_limit(cpu_seconds)
-        _write(sys.stdout.buffer, _answer(frame, compile_template, most_chars))
+    compiled = Compiled(environment_make().from_string)
+    try:
+        while (frame := _read(sys.stdin.buffer)) is not None:
+            _cpu_limit(cpu_seconds)
+            _write(sys.stdout.buffer, _answer(frame, compiled, most_chars))
+    except MemoryError:
+        # Nothing here is sure any more: the node starts another process.
+        os._exit(MEMORY_EXIT)
 
 
-def _answer(
-    frame: dict[str, Any], compile_template: Callable[[str], jinja2.Template], most_chars: int
-) -> dict[str, str]:
+def _answer(frame: dict[str, Any], compiled: Compiled, most_chars: int) -> dict[str, str]:
     now = datetime.fromisoformat(frame["now"])
     # The clock is handed in: a rendering depends on nothing else.
     clock = {"strftime_now": now.strftime}
     try:
-        template = compile_template(frame["template"])
+        template = compiled.template(frame["template"])
         return {"text": render(template, frame["variables"] | clock, most_chars)}
     except MemoryError:
-        # Nothing here is sure any more: the node starts another process.
-        os._exit(MEMORY_EXIT)
+        raise
     except Exception as error:  # noqa: BLE001 - a template may raise whatever Python can
         return {"error": (str(error) or type(error).__name__)[:_ERROR_CHARS]}
 

@@ -6,6 +6,7 @@ within a moment; a node that cannot hear it refuses such a context when its minu
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -54,8 +55,8 @@ class Withdrawn:
         with self._lock:
             self._unknown_before = self._now() + timedelta(seconds=limits.CLOCK_SKEW_SECONDS)
 
-    def covers(self, context: RoutingContext) -> bool:
-        """True when a context's grant was withdrawn after it was minted, or may have been.
+    def knows(self, context: RoutingContext) -> bool:
+        """True when it was heard that a context's grant was withdrawn after it was minted.
 
         A tenant's right to a base is no grant of an adapter, and has no epoch.
         """
@@ -64,4 +65,14 @@ class Withdrawn:
         grant = Grant(context.tenant_id, context.adapter, context.subject)
         with self._lock:
             epoch, _ = self._epochs.get(grant, (0, None))
-            return context.grant_epoch < epoch or context.issued_at < self._unknown_before
+        return context.grant_epoch < epoch
+
+    def unsure_seconds(self, context: RoutingContext) -> int:
+        """0, or after how long a context that is minted anew can be judged, where this one cannot.
+
+        At least one second, also where the clock that mints it is behind.
+        """
+        with self._lock:
+            if context.adapter is None or context.issued_at >= self._unknown_before:
+                return 0
+            return max(1, math.ceil((self._unknown_before - self._now()).total_seconds()))

@@ -399,15 +399,15 @@ def test_a_withdrawn_grant_ends_contexts_from_before_at_every_node(
         operator.grant_set(TENANT, ADAPTER, "app")
         before = [context_of(world, node, digest) for node in nodes]
         listen(world, nodes)
-        covered = [node.withdrawn.covers(one) for node, one in zip(nodes, before, strict=True)]
+        covered = [node.withdrawn.knows(one) for node, one in zip(nodes, before, strict=True)]
         assert covered == [False, False]
         operator.grant_withdraw(TENANT, ADAPTER, "app")
         operator.grant_set(TENANT, ADAPTER, "app")
     after = [context_of(world, node, digest) for node in nodes]
     listen(world, nodes)
     for node, old, new in zip(nodes, before, after, strict=True):
-        assert node.withdrawn.covers(old)
-        assert not node.withdrawn.covers(new)
+        assert node.withdrawn.knows(old)
+        assert not node.withdrawn.knows(new)
 
 
 def test_who_missed_that_a_grant_was_withdrawn_refuses_contexts_from_before(
@@ -428,7 +428,7 @@ def test_who_missed_that_a_grant_was_withdrawn_refuses_contexts_from_before(
     assert spoiled != page["items"]
     node.link.replies["/v1/feed"] = json.dumps(page | {"items": spoiled}).encode()
     node.follower.feed_read(node.residents, 0)
-    assert node.withdrawn.covers(before)
+    assert node.withdrawn.unsure_seconds(before) > 0
 
 
 def context_of(world: World, node: ServingNode, digest: str) -> RoutingContext:

@@ -85,6 +85,10 @@ def _adapter(bases: dict[str, Path], folder: Path, seed: int, **options: Any) ->
     return adapter_read(_sealed(sw.adapter_files(proven, folder)), sw.identity(proven)).adapter
 
 
+def _wait(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
 def _tokens(engine: Engine, name: str | None, count: int = 12, start: int = 1) -> list[int]:
     prompt = tuple(range(start, start + 8))
     return list(engine.submit(Job(prompt, count, name)).tokens())
@@ -208,6 +212,35 @@ def test_tenants_that_have_all_they_may_leave_others_a_place(
     assert not all(one.ended for one in crowd)
     for one in crowd:
         one.cancel()
+    engine.stop()
+
+
+def test_no_number_of_tenants_with_many_keeps_out_those_with_few(
+    loaded: tuple[LoadedBase, BaseIdentity],
+) -> None:
+    few, most = 3, 18
+    workspace = Workspace(lanes=4, lane_tokens=1024, outstanding=most, tenant_few=few)
+    engine = Engine(loaded[0].model, stop_tokens=frozenset(), workspace=workspace)
+    engine.start()
+    go_on = threading.Event()
+
+    def fill(tenant: int) -> int:
+        """Submit until it is refused; nothing begins meanwhile. How many were taken."""
+        job = Job((1, 2), 3, tenant=UUID(int=tenant), admit=lambda: _wait(go_on))
+        taken = []
+        with pytest.raises(EngineBusyError):
+            while True:
+                taken.append(engine.submit(job))
+        crowd.extend(taken)
+        return len(taken)
+
+    crowd: list[Any] = []
+    # The first has the first half, and would take more.
+    assert [fill(tenant) for tenant in range(1, 6)] == [most // 2, few, few, few, 0]
+    go_on.set()
+    for one in crowd:
+        assert len(list(one.tokens())) == 3
+    assert len(crowd) == most
     engine.stop()
 
 

@@ -88,7 +88,7 @@ def test_a_tenant_has_half_of_the_adapters_unless_it_is_said(adapters: int, shar
     assert options.limits.tenant_adapters == share
 
 
-@pytest.mark.parametrize(("running", "share"), [(1, 1), (3, 1), (64, 32)])
+@pytest.mark.parametrize(("running", "share"), [(1, 1), (3, 1), (64, 32), (129, 64), (256, 64)])
 def test_a_tenant_has_half_of_the_lanes_unless_it_is_said(running: int, share: int) -> None:
     options = options_parse([*NEEDED, "--max-running", str(running)])
     assert options.limits.tenant_running == share
@@ -101,6 +101,7 @@ def test_a_tenant_has_half_of_the_lanes_unless_it_is_said(running: int, share: i
         ("--max-adapters", "-1"),
         ("--max-rank", "513"),
         ("--max-running", "257"),
+        ("--max-tenant-running", "65"),
         ("--max-tokens", "0"),
         ("--max-rank", "8.0"),
         ("--memory-mib", "x"),

@@ -28,6 +28,11 @@ class Clock:
         return self.time
 
 
+def covers(withdrawn: Withdrawn, context: RoutingContext) -> bool:
+    """True when a context's grant was withdrawn after it was minted, or may have been."""
+    return withdrawn.knows(context) or withdrawn.unsure_seconds(context) > 0
+
+
 def context(**changes: Any) -> RoutingContext:
     values: dict[str, Any] = {
         "tenant_id": TENANT,
@@ -51,13 +56,13 @@ def context(**changes: Any) -> RoutingContext:
 
 def test_contexts_of_an_earlier_epoch_end_and_later_ones_hold() -> None:
     withdrawn = Withdrawn(Clock())
-    assert not withdrawn.covers(context())
+    assert not covers(withdrawn, context())
     withdrawn.add(GRANT, 4)
-    assert withdrawn.covers(context())
-    assert not withdrawn.covers(context(grant_epoch=4))
+    assert covers(withdrawn, context())
+    assert not covers(withdrawn, context(grant_epoch=4))
     # An event that is told again, or late, brings nothing back.
     withdrawn.add(GRANT, 2)
-    assert withdrawn.covers(context())
+    assert covers(withdrawn, context())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_contexts_of_an_earlier_epoch_end_and_later_ones_hold() -> None:
 def test_another_grants_contexts_hold(changes: dict[str, Any]) -> None:
     withdrawn = Withdrawn(Clock())
     withdrawn.add(GRANT, 4)
-    assert not withdrawn.covers(context(**changes))
+    assert not covers(withdrawn, context(**changes))
 
 
 def test_what_was_withdrawn_is_known_as_long_as_a_context_from_before_may_hold() -> None:
@@ -75,10 +80,10 @@ def test_what_was_withdrawn_is_known_as_long_as_a_context_from_before_may_hold()
     withdrawn.add(GRANT, 4)
     clock.time += timedelta(seconds=limits.ROUTING_CONTEXT_SECONDS + limits.CLOCK_SKEW_SECONDS)
     withdrawn.add(Grant(OTHER, "support", "app"), 1)
-    assert withdrawn.covers(context())
+    assert covers(withdrawn, context())
     clock.time += timedelta(seconds=limits.CLOCK_SKEW_SECONDS + 1)
     withdrawn.add(Grant(OTHER, "support", "app"), 2)
-    assert not withdrawn.covers(context())
+    assert not covers(withdrawn, context())
 
 
 def test_after_a_gap_contexts_from_before_end_but_for_those_of_a_base() -> None:
@@ -88,7 +93,26 @@ def test_after_a_gap_contexts_from_before_end_but_for_those_of_a_base() -> None:
     withdrawn.missed()
     skew = timedelta(seconds=limits.CLOCK_SKEW_SECONDS)
     for minted in (START, clock.time, clock.time + skew - timedelta(seconds=1)):
-        assert withdrawn.covers(context(issued_at=minted))
-    assert not withdrawn.covers(context(issued_at=clock.time + skew))
+        assert covers(withdrawn, context(issued_at=minted))
+    assert not covers(withdrawn, context(issued_at=clock.time + skew))
     base = context(adapter=None, adapter_digest=BASE_MARKER, grant_epoch=0)
-    assert not withdrawn.covers(base)
+    assert not covers(withdrawn, base)
+    assert not withdrawn.unsure_seconds(base)
+
+
+def test_after_a_gap_it_is_said_when_to_come_again_and_what_was_heard_stays_known() -> None:
+    clock = Clock()
+    withdrawn = Withdrawn(clock)
+    withdrawn.missed()
+    early = context()
+    assert not withdrawn.knows(early)
+    for gone in (0, 30, 59.5, 60, 90):
+        clock.time = START + timedelta(seconds=gone)
+        wait = withdrawn.unsure_seconds(early)
+        assert wait >= 1
+        # By a clock like this one.
+        later = clock.time + timedelta(seconds=wait)
+        assert not withdrawn.unsure_seconds(context(issued_at=later))
+    withdrawn.add(GRANT, 4)
+    assert withdrawn.knows(early)
+    assert withdrawn.knows(context(issued_at=START + timedelta(hours=1)))
