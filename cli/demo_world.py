@@ -155,7 +155,7 @@ class World:
             time.sleep(0.05)
         if not long.is_alive():
             long.result()
-        raise DemoFailedError("does not hold: the long request runs; the node computes nothing")
+        raise DemoFailedError("does not hold: the long request runs; it was not seen running")
 
     def _trained(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.adapters / "sentences.json").read_text("utf-8"))
