@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import socket
 import time
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ VERIFIER_ID: Final = "urn:adapter-registry:local"
 _START_SECONDS: Final = 60.0
 _NODE_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 0.1
+_PORT_TRIES: Final = 20
+_CLIENT_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ROLES: Final = {
     "app": "REGISTRY_DATABASE_URL",
     "system": "REGISTRY_SYSTEM_DATABASE_URL",
@@ -248,8 +251,13 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def port_free(wanted: int = 0) -> int:
-    """``wanted`` when it is free, else some free port."""
-    for port in (wanted, 0):
+    """``wanted`` when it is free, else some free port.
+
+    One of those below the ones that the system gives clients, where it can.
+    """
+    first = int(_CLIENT_PORTS.read_text("ascii").split()[0])
+    others = random.SystemRandom().sample(range(first // 2, first), _PORT_TRIES)
+    for port in (*([wanted] if wanted else []), *others, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
