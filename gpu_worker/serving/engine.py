@@ -159,24 +159,12 @@ class Engine:
         with self._lock:
             if not self.alive:
                 raise EngineError("the engine is stopped")
-            self._place_check(job)
+            if len(self._open) >= self.workspace.outstanding:
+                raise EngineBusyError("too many requests at once")
             # Without its state, which is the sequence's alone until it is in a lane.
             self._open[generation] = replace(job, lane_state=None)
             self._inbox.put((job, generation))
         return generation
-
-    def _place_check(self, job: Job) -> None:
-        """Look for a job's place among the open ones, with the lock held.
-
-        Raises:
-            EngineBusyError: there is none, or what is left is for tenants that have few.
-        """
-        most = self.workspace.outstanding
-        having = sum(other.tenant == job.tenant for other in self._open.values())
-        if job.tenant is not None and having >= self.workspace.tenant_few:
-            most //= 2
-        if len(self._open) >= most:
-            raise EngineBusyError("too many requests at once")
 
     def cancel(self, name: Hashable) -> int:
         """Cancel all jobs of an adapter; how many."""

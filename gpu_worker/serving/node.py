@@ -38,6 +38,7 @@ from gpu_worker.serving.turns import Runtime, Turns, library_versions
 from gpu_worker.serving.usage_report import UsageReport
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace
 from registry_service.client import RegistryClient
+from registry_service.domain import limits
 from registry_service.domain.errors import RefusedError
 
 _LOG = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Node:
                 adapters=load_limits.adapters,
                 rank=load_limits.rank,
                 tenant_lanes=load_limits.tenant_running,
+                outstanding=limits.SEQUENCES,
             ),
         )
         self.ledgers = ledgers_open(

@@ -6,17 +6,24 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 from uuid import UUID
 
 from gpu_worker.serving.tenant_queue import TenantQueue
 from registry_service.domain.errors import TooManyRequestsError, UnavailableError
 
+# A tenant has few while that is no more than this part of what it may have.
+_FEW_PART: Final = 8
+
 
 class Places:
-    """Places of one kind, bounded for each tenant and in all. Thread-safe."""
+    """Places of one kind, bounded for each tenant and in all. Thread-safe.
 
-    def __init__(self, what: str, *, tenant_most: int, most: int | None = None) -> None:
-        """``what`` names in the plural what takes a place; ``most`` None is no bound in all."""
+    The second half of all is for tenants with few: no number of tenants with more keeps them out.
+    """
+
+    def __init__(self, what: str, *, tenant_most: int, most: int) -> None:
+        """``what`` names in the plural what takes a place."""
         self._what = what
         self._tenant_most, self._most = tenant_most, most
         self._lock = threading.Lock()
@@ -40,17 +47,18 @@ class Places:
 
     def _take(self, tenant_id: UUID, count: int) -> None:
         with self._lock:
-            if self._taken[tenant_id] + count > self._tenant_most:
+            having = self._taken[tenant_id] + count
+            if having > self._tenant_most:
                 raise TooManyRequestsError(
                     f"expected at most {self._tenant_most} {self._what} at once for this tenant",
                     retry_after=1,
                 )
-            if self._most is not None and self._taken.total() + count > self._most:
+            most = self._most if having * _FEW_PART <= self._tenant_most else self._most // 2
+            if self._taken.total() + count > most:
                 raise UnavailableError(
-                    f"expected at most {self._most} {self._what} at once on this node",
-                    retry_after=1,
+                    f"expected at most {most} {self._what} at once on this node", retry_after=1
                 )
-            self._taken[tenant_id] += count
+            self._taken[tenant_id] = having
 
 
 class TurnLock:

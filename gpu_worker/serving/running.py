@@ -170,7 +170,7 @@ class OpenRequests:
     """All requests of a node that start, wait or run. Thread-safe."""
 
     def __init__(self, tenant_most: int = limits.TENANT_SEQUENCES) -> None:
-        self._answers = Places("answers", tenant_most=tenant_most)
+        self._answers = Places("answers", tenant_most=tenant_most, most=limits.SEQUENCES)
         self._changed = threading.Condition()
         self._open: set[Running] = set()
         self._over = False
@@ -185,8 +185,8 @@ class OpenRequests:
         """Hold a request among the open ones, with a place for each of its answers.
 
         Raises:
-            TooManyRequestsError: its tenant has as many as it may. AnswerCancelledError: the node
-            ends.
+            TooManyRequestsError: its tenant has as many as it may. UnavailableError: all are taken.
+            AnswerCancelledError: the node ends.
         """
         with self._answers.held(running.request.who.tenant_id, running.request.body.n):
             with self._changed:

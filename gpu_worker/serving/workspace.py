@@ -29,10 +29,8 @@ class Workspace:
     The bank holds ``adapters`` adapters of at most ``rank``; every adapter pays for that rank.
     ``targets`` names the modules that have a place in the bank, by their last names; None is all
     that can have one. A step runs at most ``step_tokens`` tokens. ``outstanding`` requests may be
-    waiting or running: the second half of them is for tenants with less than ``tenant_few``, so
-    that no number of tenants with more keeps out the others. Prefix blocks take at most
-    ``tenant_bytes`` per tenant and ``prefix_bytes`` in all. ``grouped`` runs one adapter a step,
-    where mixing them is not exact.
+    waiting or running. Prefix blocks take at most ``tenant_bytes`` per tenant and ``prefix_bytes``
+    in all. ``grouped`` runs one adapter a step, where mixing them is not exact.
     """
 
     lanes: int = 16
@@ -42,8 +40,7 @@ class Workspace:
     rank: int = 16
     targets: frozenset[str] | None = None
     step_tokens: int = 512
-    outstanding: int = 1024
-    tenant_few: int = 8
+    outstanding: int = 128
     tenant_bytes: int = 64 * 2**20
     prefix_bytes: int = 256 * 2**20
     grouped: bool = False
@@ -55,11 +52,8 @@ class Workspace:
         return cls(lanes=lanes, lane_tokens=min(wanted, positions // BLOCK_TOKENS * BLOCK_TOKENS))
 
     def __post_init__(self) -> None:
-        if min(self.lanes, self.adapters, self.rank) < 1:
-            raise WorkspaceError("expected at least one lane, adapter and rank")
-        # Otherwise there are lanes that take memory and that tenants with more can never fill.
-        if self.outstanding < 2 * self.lanes:
-            raise WorkspaceError(f"outstanding: expected at least {2 * self.lanes}")
+        if min(self.lanes, self.adapters, self.rank, self.outstanding) < 1:
+            raise WorkspaceError("expected at least one lane, adapter, rank and request")
         if self.lane_tokens < BLOCK_TOKENS or self.lane_tokens % BLOCK_TOKENS:
             raise WorkspaceError(f"lane_tokens: expected a multiple of {BLOCK_TOKENS}")
         # Otherwise a full house of running requests leaves no room for a prompt to advance.

@@ -103,6 +103,7 @@ STOPS: Final = 4
 STOP_CHARS: Final = 256
 COMPLETION_LOGPROBS: Final = 5
 CHAT_LOGPROBS: Final = 20
+SEQUENCES: Final = 1_024
 TENANT_SEQUENCES: Final = 64
 # Of the requests that start at once, those that wait for loads or renderings are but a part.
 STARTING_REQUESTS: Final = 256

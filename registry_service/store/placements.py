@@ -23,11 +23,10 @@ _OTHERS = text(
 # Grants of different artifacts would count past each other, and past a renewal at the last moment:
 # those of a base come one by one.
 _POOL_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('pool ' || :base, 0))")
-# It deletes what ended: a node that is heard does not hold what it does not renew, and one that is
-# not heard may serve it until its revocation list expires.
-_POOL_HELD = text(
-    "SELECT held, of_tenant FROM pool_held(:base, :tenant_id, :digest, :node, :at, :skew)"
-)
+# A node that is heard does not hold what it does not renew, and one that is not heard may serve it
+# until its revocation list expires.
+_END = text("SELECT placements_end(:base, :tenant_id, :digest, :at, :skew)")
+_POOL_HELD = text("SELECT held, of_tenant FROM pool_held(:base, :tenant_id, :digest, :node)")
 _GRANT = text(
     "INSERT INTO placement (tenant_id, artifact_digest, node, lease_until) "
     f"VALUES (:tenant_id, :digest, :node, {_UNTIL}) "
@@ -59,20 +58,26 @@ def pool_lock(session: Session, base: str) -> None:
     session.execute(_POOL_LOCK, {"base": base})
 
 
-def pool_held(
-    session: Session, base: str, *, tenant_id: UUID, digest: str, node: str, at: datetime
-) -> PoolHeld:
-    """What a pool holds beside one node's lease on one artifact, when what ended is deleted.
+def placements_end(
+    session: Session, base: str, *, tenant_id: UUID, digest: str, at: datetime
+) -> None:
+    """End the leases of a pool and of an artifact that lapsed: what is left is what counts.
 
-    The caller holds the pool's lock.
+    So no renewal brings back what a grant did not count. The caller holds the pool's lock.
     """
-    values = {"base": base, "tenant_id": tenant_id, "digest": digest, "node": node, "at": at}
-    row = session.execute(_POOL_HELD, values | {"skew": limits.CLOCK_SKEW_SECONDS}).one()
+    values = {"base": base, "tenant_id": tenant_id, "digest": digest, "at": at}
+    session.execute(_END, values | {"skew": limits.CLOCK_SKEW_SECONDS})
+
+
+def pool_held(session: Session, base: str, *, tenant_id: UUID, digest: str, node: str) -> PoolHeld:
+    """What a pool holds beside one node's lease on one artifact."""
+    values = {"base": base, "tenant_id": tenant_id, "digest": digest, "node": node}
+    row = session.execute(_POOL_HELD, values).one()
     return PoolHeld(row.held, row.of_tenant)
 
 
 def placement_others(session: Session, *, tenant_id: UUID, digest: str, node: str) -> int:
-    """How many other nodes hold an artifact. Ask after ``pool_held``, which deletes what ended."""
+    """How many other nodes hold an artifact."""
     values = {"tenant_id": tenant_id, "digest": digest, "node": node}
     return int(session.execute(_OTHERS, values).scalar_one())
 

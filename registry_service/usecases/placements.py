@@ -136,16 +136,11 @@ def _place_check(context: Context, session: Session, artifact: ArtifactRow, node
 
     Its own replicas come first: a node that heard of a full pool might give up another adapter.
     """
-    owner, digest = artifact.tenant_id, artifact.digest
-    store.pool_lock(session, node.base_digest)
-    found = store.pool_held(
-        session,
-        node.base_digest,
-        tenant_id=owner,
-        digest=digest,
-        node=node.name,
-        at=context.clock.now(),
-    )
+    owner, digest, base = artifact.tenant_id, artifact.digest, node.base_digest
+    store.pool_lock(session, base)
+    at = context.clock.now()
+    store.placements_end(session, base, tenant_id=owner, digest=digest, at=at)
+    found = store.pool_held(session, base, tenant_id=owner, digest=digest, node=node.name)
     others = store.placement_others(session, tenant_id=owner, digest=digest, node=node.name)
     replicas = int(artifact.declaration["maxReplicas"])
     if others >= replicas:

@@ -221,7 +221,7 @@ def test_tenants_take_turns_and_none_has_too_many_waiting(
     templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, rendered = UUID(int=2001), []
-    monkeypatch.setattr(templates, "_places", Places("chats", tenant_most=3))
+    monkeypatch.setattr(templates, "_places", Places("chats", tenant_most=3, most=20))
     render = templates._render
 
     def seen(run: tuple[Any, UUID], frame: bytes) -> str:

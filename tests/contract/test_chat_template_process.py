@@ -27,12 +27,6 @@ SHORT = [Message(role="user", content="hello")]
 LARGE_CHARS = limits.TEMPLATE_BYTES - 100
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowded machine takes its time; what is bounded here is memory."""
-    monkeypatch.setattr(limits, "TEMPLATE_WAIT_SECONDS", 120)
-
-
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda mib: monkeypatch.setattr(limits, "TEMPLATE_MEMORY_BYTES", mib * limits.MIB)

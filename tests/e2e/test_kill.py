@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from sqlalchemy import text
 
+from cli.stack import port_free
 from registry_service.domain.digests import Digest
 from registry_service.domain.errors import RegistryError
 from registry_service.domain.limits import MIB
@@ -65,19 +64,9 @@ def served(database: TestDatabase, folder: Path, port: int) -> Iterator[subproce
         process.wait()
 
 
-def free_port() -> int:
-    """A port that no client gets while the service is down: they get those of a range above."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(first // 2, first)
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
-
-
 @pytest.fixture
 def killable(context: Context, database: TestDatabase, tmp_path: Path) -> World:
-    port = free_port()
+    port = port_free()
     admin = token_create(context, "test", subject="admin", role="admin", tenant=None)["token"]
     world = World(f"http://127.0.0.1:{port}", context, {"admin": admin}, Digest(""), {})
     with served(database, tmp_path, port):

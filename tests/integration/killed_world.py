@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from cli.stack import port_free
 from gpu_worker.base_files import ProvenBase
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
@@ -94,9 +94,7 @@ class KilledNode:
     def start(self) -> None:
         """Start it, and wait until it takes requests."""
         (self.root / "reached").unlink(missing_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = port_free()
         root = self.root
         arguments = ["--url", "http://r", "--token-file", str(root / "token"), "--name", sw.NODE]
         arguments += ["--base", str(self.base.dir), "--port", str(port), "--device", "cpu"]

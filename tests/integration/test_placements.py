@@ -96,6 +96,18 @@ def silence(world: World, node: str, *, fresh: timedelta) -> None:
         )
 
 
+def cut_off(world: World, owner: str, node: str) -> None:
+    """The node was not heard of for so long that it serves nothing any more."""
+    lapse(world, owner, node)
+    silence(world, node, fresh=-timedelta(minutes=10))
+
+
+def two_for_one_place(world: World, folder: Path) -> tuple[str, list[str]]:
+    """A pool with one place; a tenant, and two artifacts of it."""
+    pool_limit(world, adapters=1)
+    return tenant_id(world), [admit(world, folder / str(n), fill=n) for n in range(2)]
+
+
 def test_as_many_nodes_hold_it_as_it_declares(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:
@@ -157,8 +169,7 @@ def test_the_place_of_a_silent_node_is_free_when_its_list_has_expired_and_not_be
     assert beat(nodes["node-1"], "node-1", owner, digest) == []
     with pytest.raises(ConflictError, match="expected fewer than 1 other nodes"):
         nodes["node-2"].placement_take("node-2", TENANT, digest)
-    lapse(world, owner, "node-1")
-    silence(world, "node-1", fresh=-timedelta(minutes=10))
+    cut_off(world, owner, "node-1")
     nodes["node-2"].placement_take("node-2", TENANT, digest)
     assert set(holders(world, digest)) == {"node-2"}
 
@@ -236,9 +247,7 @@ def test_a_tenant_has_a_part_of_the_pool_and_others_have_theirs(
 def test_in_the_pool_a_silent_node_counts_until_it_serves_nothing(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:
-    pool_limit(world, adapters=1)
-    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
-    owner = tenant_id(world)
+    owner, digests = two_for_one_place(world, tmp_path)
     nodes["node-1"].placement_take("node-1", TENANT, digests[0])
     lapse(world, owner, "node-1")
     silence(world, "node-1", fresh=timedelta(minutes=1))
@@ -252,19 +261,12 @@ def test_in_the_pool_a_silent_node_counts_until_it_serves_nothing(
 def test_a_lease_that_the_pool_did_not_count_comes_back_only_where_there_is_a_place(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path, silent: bool
 ) -> None:
-    pool_limit(world, adapters=1)
-    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
-    owner = tenant_id(world)
-
-    def node_lapses() -> None:
-        lapse(world, owner, "node-1")
-        if silent:
-            silence(world, "node-1", fresh=-timedelta(minutes=10))
-
+    owner, digests = two_for_one_place(world, tmp_path)
+    end = cut_off if silent else lapse
     nodes["node-1"].placement_take("node-1", TENANT, digests[0])
-    node_lapses()
+    end(world, owner, "node-1")
     assert beat(nodes["node-1"], "node-1", owner, digests[0]) == []
-    node_lapses()
+    end(world, owner, "node-1")
     nodes["node-2"].placement_take("node-2", TENANT, digests[1])
     for state in ("LOADING", "DRAINING"):
         assert beat(nodes["node-1"], "node-1", owner, digests[0], state) == []
@@ -277,12 +279,9 @@ def test_a_lease_that_the_pool_did_not_count_comes_back_only_where_there_is_a_pl
 def test_a_list_that_comes_before_the_heartbeat_brings_no_lease_back(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:
-    pool_limit(world, adapters=1)
-    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
-    owner = tenant_id(world)
+    owner, digests = two_for_one_place(world, tmp_path)
     nodes["node-1"].placement_take("node-1", TENANT, digests[0])
-    lapse(world, owner, "node-1")
-    silence(world, "node-1", fresh=-timedelta(minutes=10))
+    cut_off(world, owner, "node-1")
     nodes["node-2"].placement_take("node-2", TENANT, digests[1])
     # With a new list it may serve again, as if it had never been away.
     silence(world, "node-1", fresh=timedelta(minutes=10))
@@ -295,13 +294,10 @@ def test_a_list_that_comes_before_the_heartbeat_brings_no_lease_back(
 def test_a_renewal_and_a_grant_of_another_at_one_moment_never_make_one_lease_too_many(
     world: World, nodes: dict[str, RegistryClient], tmp_path: Path
 ) -> None:
-    pool_limit(world, adapters=1)
-    digests = [admit(world, tmp_path / str(n), fill=n) for n in range(2)]
-    owner = tenant_id(world)
+    owner, digests = two_for_one_place(world, tmp_path)
     for _ in range(6):
         nodes["node-1"].placement_take("node-1", TENANT, digests[0])
-        lapse(world, owner, "node-1")
-        silence(world, "node-1", fresh=-timedelta(minutes=10))
+        cut_off(world, owner, "node-1")
         at_once(
             partial(beat, nodes["node-1"], "node-1", owner, digests[0]),
             partial(nodes["node-2"].placement_take, "node-2", TENANT, digests[1]),

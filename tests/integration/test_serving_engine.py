@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from gpu_worker.serving.parameters import parameters_digest
 from gpu_worker.serving.sealed import Sealed
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job
 from gpu_worker.serving.workspace import Workspace
-from registry_service.domain import limits
 from registry_service.domain.errors import RefusedError, UntrustedError
 from tests.integration import serving_world as sw
 from tests.integration.engine_world import Driven
@@ -83,10 +81,6 @@ def _adapter(bases: dict[str, Path], folder: Path, seed: int, **options: Any) ->
     sw.peft_make(bases["llama"], folder, seed, **options)
     proven = sw.prove(bases["llama"])
     return adapter_read(_sealed(sw.adapter_files(proven, folder)), sw.identity(proven)).adapter
-
-
-def _wait(event: threading.Event) -> None:
-    assert event.wait(60)
 
 
 def _tokens(engine: Engine, name: str | None, count: int = 12, start: int = 1) -> list[int]:
@@ -194,54 +188,6 @@ def test_an_adapter_in_use_is_not_detached_and_cancel_frees_it(
     engine.detach("a")
     with pytest.raises(EngineError):
         _tokens(engine, "a")
-
-
-def test_tenants_that_have_all_they_may_leave_others_a_place(
-    loaded: tuple[LoadedBase, BaseIdentity],
-) -> None:
-    workspace = Workspace(lane_tokens=1024, tenant_lanes=4)
-    engine = Engine(loaded[0].model, stop_tokens=frozenset(), workspace=workspace)
-    engine.start()
-    crowd = [
-        engine.submit(Job((1, 2), 900, tenant=UUID(int=tenant)))
-        for tenant in (1, 2)
-        for _ in range(limits.TENANT_SEQUENCES)
-    ]
-    other = engine.submit(Job((1, 2), 3, tenant=UUID(int=3)))
-    assert len(list(other.tokens())) == 3
-    assert not all(one.ended for one in crowd)
-    for one in crowd:
-        one.cancel()
-    engine.stop()
-
-
-def test_no_number_of_tenants_with_many_keeps_out_those_with_few(
-    loaded: tuple[LoadedBase, BaseIdentity],
-) -> None:
-    few, most = 3, 18
-    workspace = Workspace(lanes=4, lane_tokens=1024, outstanding=most, tenant_few=few)
-    engine = Engine(loaded[0].model, stop_tokens=frozenset(), workspace=workspace)
-    engine.start()
-    go_on = threading.Event()
-
-    def fill(tenant: int) -> int:
-        """Submit until it is refused; nothing begins meanwhile. How many were taken."""
-        job = Job((1, 2), 3, tenant=UUID(int=tenant), admit=lambda: _wait(go_on))
-        taken = []
-        with pytest.raises(EngineBusyError):
-            while True:
-                taken.append(engine.submit(job))
-        crowd.extend(taken)
-        return len(taken)
-
-    crowd: list[Any] = []
-    # The first has the first half, and would take more.
-    assert [fill(tenant) for tenant in range(1, 6)] == [most // 2, few, few, few, 0]
-    go_on.set()
-    for one in crowd:
-        assert len(list(one.tokens())) == 3
-    assert len(crowd) == most
-    engine.stop()
 
 
 def test_admit_and_bounds(loaded: tuple[LoadedBase, BaseIdentity]) -> None:

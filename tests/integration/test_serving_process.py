@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cli.stack import port_free
 from gpu_worker.serving import startup
 from registry_service.domain.digests import Digest
 from tests.integration import serving_world as sw
@@ -99,9 +99,7 @@ def node(
     """
     base = sw.prove(sw.base_make(root / "base", kind))
     (root / "token").write_text("token\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = port_free()
     arguments = ["--url", "http://r", "--token-file", str(root / "token"), "--name", sw.NODE]
     arguments += ["--base", str(base.dir), "--port", str(port), "--device", "cpu", *options]
     arguments += ["--trust", str(root / "trust.json"), "--store", str(root / "store")]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from gpu_worker.serving import engine
 from gpu_worker.serving.lanes import LaneState
 from gpu_worker.serving.ledger import Category
 from gpu_worker.serving.residency import Key
@@ -23,6 +22,7 @@ from registry_service.trust.routing_context import BASE_MARKER
 from tests.identities import A, B
 from tests.integration import http_world as hw
 from tests.integration import serving_world as sw
+from tests.integration.engine_world import held_up
 from tests.integration.session_world import SIZE, STATE, SessionWorld
 from tests.integration.slot_world import state_make
 from tests.integration.turn_world import TENANT_ID, context_make
@@ -257,22 +257,19 @@ def test_a_state_that_waits_outlives_its_adapter_but_not_its_revocation(
 def test_what_a_turn_begins_with_goes_when_its_adapter_is_revoked_before_it_has_a_lane(
     world: hw.HttpWorld, digest: Digest, deadline: int | None
 ) -> None:
-    told, go = Told(world, digest), threading.Event()
+    told, engine = Told(world, digest), world.node.engine
     assert ask(world, digest, "s-1") == 200
     until(lambda: not world.node.turns._pending)
-    world.node.engine._inbox.put(engine._Call(lambda: go.wait() and None))
     with ThreadPoolExecutor() as callers:
-        answer = callers.submit(ask, world, digest, "s-1")
-        try:
-            until(lambda: states() == 1 and bool(world.node.engine._open))
+        with held_up(engine):
+            answer = callers.submit(ask, world, digest, "s-1")
+            until(lambda: states() == 1 and bool(engine._open))
             assert told.of_adapter()
             world.registry.revoke(digest, deadline)
             until(lambda: world.node.residents.letting_go)
             if deadline is not None:
-                until(lambda: all(g.cancelled for g in tuple(world.node.engine._open)))
+                until(lambda: all(g.cancelled for g in tuple(engine._open)))
             assert told.left == []
-        finally:
-            go.set()
         assert answer.result() != 200
     until(lambda: bool(told.left))
     assert told.left == [({}, 0)]

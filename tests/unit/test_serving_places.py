@@ -17,7 +17,7 @@ ONE, TWO, THREE = (UUID(int=number) for number in (1, 2, 3))
 
 
 def test_a_tenants_places_are_its_own_and_are_given_back() -> None:
-    places = Places("chats", tenant_most=3)
+    places = Places("chats", tenant_most=3, most=100)
     with places.held(ONE, 2), places.held(ONE):
         with pytest.raises(TooManyRequestsError, match="at most 3 chats at once for this tenant"):
             places.held(ONE).__enter__()
@@ -28,7 +28,7 @@ def test_a_tenants_places_are_its_own_and_are_given_back() -> None:
 
 
 def test_all_tenants_together_are_bounded_too() -> None:
-    places = Places("chats", tenant_most=2, most=3)
+    places = Places("chats", tenant_most=2, most=6)
     with ExitStack() as held:
         held.enter_context(places.held(ONE, 2))
         held.enter_context(places.held(TWO))
@@ -42,8 +42,29 @@ def test_all_tenants_together_are_bounded_too() -> None:
         pass
 
 
+def test_no_number_of_tenants_with_many_keeps_out_those_with_few() -> None:
+    places = Places("chats", tenant_most=16, most=40)
+
+    def fill(held: ExitStack, tenant: int) -> int:
+        for count in range(100):
+            try:
+                held.enter_context(places.held(UUID(int=tenant)))
+            except UnavailableError:
+                return count
+        raise AssertionError("no bound")
+
+    with ExitStack() as held:
+        # Each has what it may, then half is taken, then each comes by a few.
+        crowd = [fill(held, tenant) for tenant in range(1, 14)]
+        assert crowd == [16, 4, *[2] * 10, 0]
+        with pytest.raises(UnavailableError, match="at most 20 chats at once on this node"):
+            places.held(UUID(int=14), 3).__enter__()
+    with places.held(ONE, 16):
+        pass
+
+
 def test_a_place_is_given_back_whatever_happens() -> None:
-    places = Places("chats", tenant_most=1)
+    places = Places("chats", tenant_most=1, most=2)
     with pytest.raises(KeyError), places.held(ONE):
         raise KeyError
     with places.held(ONE):

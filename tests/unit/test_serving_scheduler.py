@@ -13,7 +13,6 @@ from gpu_worker.serving.scheduler import Scheduler
 from gpu_worker.serving.sequence import Generation, Job, Sequence
 from gpu_worker.serving.step import Step
 from gpu_worker.serving.workspace import BLOCK_TOKENS, Workspace, WorkspaceError
-from registry_service.domain import limits
 
 
 def sequence(prompt: int, lane: int = 0, *, cached: int = 0, row: int = 0) -> Sequence:
@@ -180,17 +179,8 @@ def test_a_step_splits_into_one_for_each_sequence() -> None:
         {"lane_tokens": 0},
         {"lane_tokens": 100},
         {"lanes": 16, "step_tokens": 79},
-        {"lanes": 16, "outstanding": 31},
     ],
 )
 def test_sizes_that_do_not_fit_each_other_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(WorkspaceError):
         Workspace(**wrong)  # type: ignore[arg-type]  # wrong on purpose
-
-
-def test_whoever_has_but_one_request_is_one_with_few() -> None:
-    # As many lanes as a node may have.
-    workspace = Workspace.of(2048, lanes=256)
-    assert workspace.tenant_few == limits.CHOICES
-    # It takes more than two tenants with all that they may have to fill what is for everybody.
-    assert workspace.outstanding // 2 >= 8 * limits.TENANT_SEQUENCES
