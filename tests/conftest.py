@@ -33,12 +33,13 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
-    """What has bounds of processor time may take longer by the clock of a crowded machine."""
+    """What computes or writes may take longer by the clock of a crowded machine."""
     from registry_service.domain import limits
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(limits, "MATCH_WALL_SECONDS", 280)
         patched.setattr(limits, "TEMPLATE_WAIT_SECONDS", 120)
+        patched.setattr(limits, "SLOT_SAVE_WAIT_SECONDS", 30)
         yield
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _SECONDS = 30
 
@@ -14,3 +16,13 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.01)
+
+
+def deleted(folder: Path) -> None:
+    """Delete a folder, in which others may write meanwhile."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    until(gone)

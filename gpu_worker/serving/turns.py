@@ -40,13 +40,13 @@ from gpu_worker.serving.slot_restore import Reader
 from gpu_worker.serving.slot_sidecar import Refusal, Session, SlotRefusedError
 from gpu_worker.serving.slot_state import token_bytes
 from gpu_worker.serving.slots import Restored, Slots
+from registry_service.domain import limits
 from registry_service.domain.digests import Digest
 from registry_service.trust.routing_context import BASE_MARKER, RoutingContext
 
 _LOG = logging.getLogger(__name__)
 # A state as one file's bytes, and sealed.
 _SAVING_AT_ONCE: Final = 2
-_SAVE_WAIT_SECONDS: Final = 2.0
 _SCALE: Final = 1.0
 
 
@@ -176,7 +176,7 @@ class Turns:
         identity = self._runtime.identity(context)
         slot = Slot(Session(context.session_id, context.subject), identity)
         with self._done:
-            self._done.wait_for(lambda: not self._pending[slot.name], _SAVE_WAIT_SECONDS)
+            self._done.wait_for(lambda: not self._pending[slot.name], limits.SLOT_SAVE_WAIT_SECONDS)
         reading, saving = Held(sequences), Held()
         found = self._restore(slot, reading)
 

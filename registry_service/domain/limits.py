@@ -131,6 +131,8 @@ SLOT_INDEX_BYTES: Final = 8 * MIB
 SLOTS: Final = 4_096
 SLOT_TENANT_BYTES: Final = 4 * GIB
 SLOT_NODE_BYTES: Final = 32 * GIB
+# What a turn gives the save of the one before it, which else is computed again.
+SLOT_SAVE_WAIT_SECONDS: Final = 2
 # Of the memory that a node has free when it starts, for pages that are read and states to be saved.
 SLOT_MEMORY_PERCENT: Final = 50
 SLOT_TENANT_MEMORY_PERCENT: Final = 25

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from gpu_worker.serving.running import OpenRequests
 from gpu_worker.serving.web import app_build
 from registry_service.domain import limits
 from tests.integration.http_world import served
+from tests.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -128,8 +128,7 @@ def test_more_connections_than_a_node_takes_are_503(
         assert httpx.get(f"{url}/healthz").status_code == 503
         for each in open_ones:
             each.close()
-        time.sleep(0.2)
-        assert httpx.get(f"{url}/healthz").status_code == 200
+        until(lambda: httpx.get(f"{url}/healthz").status_code == 200)
 
 
 def test_residency_is_for_this_machine_whatever_a_header_says(node: Any, url: str) -> None:

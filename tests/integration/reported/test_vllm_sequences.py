@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from registry_service.domain.digests import digest_of
 from registry_service.domain.manifest import CONFIG_PATH, DECLARATION_PATH, WEIGHT_PATH
 from tests.integration import soak_world as soak
 from tests.integration.scene_world import Scene, right, says, start
+from tests.waiting import deleted
 
 pytestmark = pytest.mark.torch
 
@@ -55,7 +55,7 @@ def test_unloaded_and_loaded_again_it_finds_nothing_of_its_own(
 def test_a_folder_that_is_deleted_stops_nobody(scene: Scene, tmp_path: Path) -> None:
     with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
         assert right(scene, world, scene.one)
-        shutil.rmtree(tmp_path / "store")
+        deleted(tmp_path / "store")
         assert right(scene, world, scene.one, scene.base)
 
 
