@@ -38,6 +38,15 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def lasting(world: Any) -> Iterator[None]:
+    """A request to the node for 100 tokens or more does not end while the test runs."""
+    from tests.integration import engine_world
+
+    with engine_world.lasting(world.node.engine):
+        yield
+
+
 def safetensors_bytes(tensors: Mapping[str, tuple[int, ...]], fill: int = 0) -> bytes:
     """A safetensors file of F32 tensors of the given shapes."""
     header, position = {}, 0

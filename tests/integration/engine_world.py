@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
@@ -23,6 +25,7 @@ from gpu_worker.serving.prefix import PrefixCache
 from gpu_worker.serving.requests import Requests
 from gpu_worker.serving.runner import Runner
 from gpu_worker.serving.sequence import Generation, Job, Sequence
+from gpu_worker.serving.step import Step
 from gpu_worker.serving.workspace import Workspace
 
 VOCABULARY = 96
@@ -102,6 +105,26 @@ def held_up(engine: Engine) -> Iterator[None]:
         yield
     finally:
         go.set()
+
+
+@contextmanager
+def lasting(engine: Engine) -> Iterator[None]:
+    """Who asks for 100 tokens or more gets one, and others only when a shorter request needs steps.
+
+    So it runs for as long as a test needs it to, on any machine.
+    """
+    scheduler = engine._requests._scheduler
+    plan = scheduler.plan
+
+    def needed() -> Step | None:
+        if all(s.job.max_tokens >= 100 and s.generation.produced for s in scheduler.running):
+            time.sleep(0.001)
+            return None
+        return plan()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "plan", needed)
+        yield
 
 
 @contextmanager

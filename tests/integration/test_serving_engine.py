@@ -19,6 +19,7 @@ from gpu_worker.serving.sealed import Sealed
 from gpu_worker.serving.sequence import EngineBusyError, EngineError, Job
 from gpu_worker.serving.workspace import Workspace
 from registry_service.domain.errors import RefusedError, UntrustedError
+from tests.integration import engine_world as ew
 from tests.integration import serving_world as sw
 from tests.integration.engine_world import Driven
 
@@ -128,11 +129,12 @@ def test_interleaved_gives_the_same_tokens_as_alone(
 
 
 def test_a_long_request_does_not_hold_up_the_next(engine: Engine) -> None:
-    long = engine.submit(Job(tuple(range(1, 90)) * 6, 400))
-    assert len(_tokens(engine, None, count=3)) == 3
-    assert not long.ended
-    long.cancel()
-    list(long.tokens())
+    with ew.lasting(engine):
+        long = engine.submit(Job(tuple(range(1, 90)) * 6, 400))
+        assert len(_tokens(engine, None, count=3)) == 3
+        assert not long.ended
+        long.cancel()
+        list(long.tokens())
     assert long.finish_reason == "cancelled"
 
 
@@ -180,11 +182,12 @@ def test_an_adapter_in_use_is_not_detached_and_cancel_frees_it(
     engine: Engine, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     engine.attach("a", _adapter(bases, tmp_path / "a", 1))
-    running = engine.submit(Job((1, 2, 3), 500, "a"))
-    with pytest.raises(EngineError):
-        engine.detach("a")
-    assert engine.cancel("a") == 1
-    list(running.tokens())
+    with ew.lasting(engine):
+        running = engine.submit(Job((1, 2, 3), 500, "a"))
+        with pytest.raises(EngineError):
+            engine.detach("a")
+        assert engine.cancel("a") == 1
+        list(running.tokens())
     engine.detach("a")
     with pytest.raises(EngineError):
         _tokens(engine, "a")
@@ -198,16 +201,17 @@ def test_admit_and_bounds(loaded: tuple[LoadedBase, BaseIdentity]) -> None:
     def refuse() -> None:
         raise UntrustedError("too late")
 
-    first = engine.submit(Job((1, 2), 300))
-    second = engine.submit(Job((1, 2), 3, admit=refuse))
-    with pytest.raises(EngineBusyError):
-        engine.submit(Job((1, 2), 3))
-    first.cancel()
-    with pytest.raises(UntrustedError):
-        list(second.tokens())
-    last = engine.submit(Job((1, 2), 500))
-    engine.stop()
-    list(last.tokens())
+    with ew.lasting(engine):
+        first = engine.submit(Job((1, 2), 300))
+        second = engine.submit(Job((1, 2), 3, admit=refuse))
+        with pytest.raises(EngineBusyError):
+            engine.submit(Job((1, 2), 3))
+        first.cancel()
+        with pytest.raises(UntrustedError):
+            list(second.tokens())
+        last = engine.submit(Job((1, 2), 500))
+        engine.stop()
+        list(last.tokens())
     assert last.finish_reason == "cancelled"
     with pytest.raises(EngineError):
         engine.submit(Job((1, 2), 3))

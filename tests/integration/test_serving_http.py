@@ -179,6 +179,7 @@ def test_what_is_known_of_a_prompt_is_told_as_cached(world: HttpWorld) -> None:
     assert text_of(warm) == text_of(cold)
 
 
+@pytest.mark.usefixtures("lasting")
 def test_who_leaves_a_stream_leaves_nothing_behind(world: HttpWorld) -> None:
     stream = world.complete(digests(world)[0], max_tokens=900, stream=True)
     next(iter(stream))
@@ -186,6 +187,7 @@ def test_who_leaves_a_stream_leaves_nothing_behind(world: HttpWorld) -> None:
     until(world.idle)
 
 
+@pytest.mark.usefixtures("lasting")
 def test_who_leaves_before_the_answer_leaves_nothing_behind(world: HttpWorld) -> None:
     with world.caller(digests(world)[0], max_tokens=1000):
         until(lambda: not world.idle())
@@ -240,6 +242,7 @@ def test_whoever_may_not_is_403_and_learns_nothing(world: HttpWorld) -> None:
     assert len({frozenset(answer.headers) for answer in refused}) == 1
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_tenant_with_its_share_is_429_and_others_are_served(
     world: HttpWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_other_paths_and_methods_are_refused_in_the_same_form(world: HttpWorld) 
         assert answer.json()["error"]["code"] == code
 
 
+@pytest.mark.usefixtures("lasting")
 def test_revoked_in_the_middle_every_choice_ends_and_the_adapter_goes(world: HttpWorld) -> None:
     digest = digests(world)[1]
     stream = world.complete(digest, max_tokens=900, n=3, temperature=1, stream=True)

@@ -29,6 +29,7 @@ from registry_service.domain.digests import Digest, digest_of
 from registry_service.domain.errors import (
     UnavailableError,
 )
+from tests.integration import engine_world as ew
 from tests.integration import serving_world as sw
 from tests.integration.http_world import node_make, options_of
 from tests.waiting import until
@@ -225,6 +226,7 @@ def test_a_verdict_that_does_not_hold_loads_nothing(world: World, changes: dict[
     assert world.ask(world.digests[0]).status_code == 200
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_resident_whose_verdict_expired_is_loaded_again_under_a_newer_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +296,7 @@ def test_files_that_changed_on_disk_are_not_loaded(world: World, base: ProvenBas
     )
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_base_that_changed_answers_nobody_any_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,12 +323,13 @@ def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None
     digest, other = world.digests
     key = Key(sw.TENANT_ID, digest)
     assert world.ask(digest).status_code == 200
-    running = world.begin(digest, 300)
-    world.registry.revoke(digest)
-    until(lambda: world.states().get(digest) == "DRAINING")
-    assert world.ask(digest).status_code == 403
-    assert world.ask(other).status_code == 200
-    assert not world.registry.acknowledged
+    with ew.lasting(world.node.engine):
+        running = world.begin(digest, 300)
+        world.registry.revoke(digest)
+        until(lambda: world.states().get(digest) == "DRAINING")
+        assert world.ask(digest).status_code == 403
+        assert world.ask(other).status_code == 200
+        assert not world.registry.acknowledged
     assert len(list(running.generations[0].tokens())) == 300
     until(lambda: bool(world.registry.acknowledged))
     tenant_id, acknowledged, freed = world.registry.acknowledged[0]
@@ -338,6 +342,7 @@ def test_revocation_drains_purges_unloads_and_acknowledges(world: World) -> None
     assert world.ask(digest).status_code == 403
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_tenant_whose_answers_are_long_leaves_lanes_to_the_others(world: World) -> None:
     crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
     lanes = world.node.engine._runner.lanes
@@ -348,6 +353,7 @@ def test_a_tenant_whose_answers_are_long_leaves_lanes_to_the_others(world: World
     list(map(Running.cancel, crowd))
 
 
+@pytest.mark.usefixtures("lasting")
 def test_what_was_revoked_while_it_waited_does_not_begin(world: World) -> None:
     first = world.digests[0]
     crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
@@ -360,12 +366,14 @@ def test_what_was_revoked_while_it_waited_does_not_begin(world: World) -> None:
     until(lambda: bool(world.registry.acknowledged))
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_withdrawn_grant_ends_contexts_from_before_and_nobody_elses(world: World) -> None:
     first = world.digests[0]
     crowd = [world.start(None, 1000) for _ in range(limits.NODE_RUNNING)]
     waiting = world.start(first, 5)
     world.registry.withdraw("app", 2)
-    until(lambda: world.ask(first, tokens=1).status_code == 403)
+    until(lambda: bool(world.node.completions._gate.withdrawn._epochs))
+    assert world.ask(first, tokens=1).status_code == 403
     list(map(Running.cancel, crowd))
     with pytest.raises(DeniedError):
         list(waiting.generations[0].tokens())
@@ -375,6 +383,7 @@ def test_a_withdrawn_grant_ends_contexts_from_before_and_nobody_elses(world: Wor
     assert world.ask(first, grant_epoch=2).status_code == 200
 
 
+@pytest.mark.usefixtures("lasting")
 def test_who_waited_for_longer_than_the_context_holds_is_told_to_ask_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +397,7 @@ def test_who_waited_for_longer_than_the_context_holds_is_told_to_ask_again(
     assert refused.value.retry_after == 1
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_deadline_cancels(world: World) -> None:
     digest = world.digests[0]
     running = world.begin(digest, 1000)

@@ -433,6 +433,7 @@ def test_an_exceptions_own_words_stay_out_of_the_log(log: io.StringIO) -> None:
     assert "test_serving_observed.py" in line["exception"]
 
 
+@pytest.mark.usefixtures("lasting")
 def test_who_ran_is_known_of_a_request_that_was_cancelled(
     world: HttpWorld, log: io.StringIO
 ) -> None:
@@ -449,7 +450,6 @@ def test_who_ran_is_known_of_a_request_that_was_cancelled(
         model="any", prompt="w1", max_tokens=900, stream=True
     )
     next(iter(stream))
-    assert digest is not None
     world.registry.revoke(digest, deadline=0)
     with pytest.raises(openai.APIError):
         list(stream)
@@ -461,11 +461,11 @@ def test_who_ran_is_known_of_a_request_that_was_cancelled(
     assert set(metered) == {who}
 
 
+@pytest.mark.usefixtures("lasting")
 def test_every_request_is_told_of_once_and_traced_once_it_is_known(
     world: HttpWorld, collector: Collector, log: io.StringIO
 ) -> None:
     who, digest, claims = callers(world)[0]
-    assert digest is not None
     good = world.registry.verdict_changes
     world.registry.verdict_changes = {"adapter": "another"}
     refused = [world.send(digest, claims=claims)]

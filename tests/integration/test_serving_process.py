@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ pytestmark = [
 
 # The real main on an in-memory registry; only the client is another, and what the test breaks.
 PROGRAM = """
-import sys, threading
+import contextlib, sys, threading, time
 from pathlib import Path
 from tests.integration import serving_world as sw
 from gpu_worker.serving import startup
@@ -49,6 +50,22 @@ def compute():
     some = torch.rand(400, 400)
     while True: some = (some @ some).softmax(-1)
 def die(*_): raise SystemError("injected")
+def stand_until(go):
+    from gpu_worker.serving.requests import Requests
+    run = Requests._run
+    def stand(self, step):
+        while not go.exists(): time.sleep(0.01)
+        run(self, step)
+    Requests._run = stand
+def last():
+    from gpu_worker.serving.engine import Engine
+    from tests.integration import engine_world as ew
+    start = Engine.start
+    def started(self):
+        start(self)
+        lasting.enter_context(ew.lasting(self))
+    Engine.start = started
+lasting = contextlib.ExitStack()
 exec(sys.argv[2])
 startup.process_end(startup.main(sys.argv[3:]))
 """
@@ -79,6 +96,16 @@ class Process:
         names = [f'queue="{queue}"' for queue in queues]
         lines = [line for line in text.splitlines() if any(name in line for name in names)]
         return sum(int(float(line.split()[-1])) for line in lines)
+
+    def listens(self) -> bool:
+        """Whether a caller can reach it."""
+        address = httpx.URL(self.url)
+        with (
+            suppress(ConnectionRefusedError),
+            socket.create_connection((address.host, address.port)),
+        ):
+            return True
+        return False
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -139,20 +166,27 @@ def adapter_make(root: Path, kind: str = "llama") -> Digest:
 
 
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
-    with node(tmp_path, "--drain-seconds", "3600") as started, ThreadPoolExecutor(1) as pool:
+    with (
+        node(tmp_path, "--drain-seconds", "3600", broken="stand_until(root / 'go')") as started,
+        ThreadPoolExecutor(1) as pool,
+    ):
         answer = pool.submit(started.ask)
         _until(lambda: started.count("running") == 1)
         started.terminate()
+        _until(lambda: not started.listens())
+        assert not answer.done()
+        (tmp_path / "go").touch()
         assert answer.result().status_code == 200
         assert answer.result().json()["usage"]["completion_tokens"] == 400
         assert started.process.wait(60) == 0
-        with pytest.raises(httpx.ConnectError):
-            started.ask()
     assert f"node {sw.NODE} stopped" in (tmp_path / "log").read_text()
 
 
 def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
-    with node(tmp_path, "--drain-seconds", "1") as started, ThreadPoolExecutor(9) as pool:
+    with (
+        node(tmp_path, "--drain-seconds", "1", broken="last()") as started,
+        ThreadPoolExecutor(9) as pool,
+    ):
         asked = {"max_tokens": 1000, "n": 8, "temperature": 1}
         whole = [pool.submit(started.ask, **asked) for _ in range(7)]
         stream = pool.submit(started.ask, stream=True, **asked)

@@ -153,6 +153,7 @@ def test_whatever_way_the_base_is_written_to_is_seen(dtype: torch.dtype) -> None
             assert not unchanged(), (write, number)
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_load_that_changes_the_base_is_refused_and_nothing_runs_any_more(
     world: LoadWorld,
     own: list[Digest],

@@ -123,12 +123,14 @@ def test_sglang_13771_the_same_adapter_is_loaded_twice(engine: Engine) -> None:
 
 def test_tensorrt_llm_18407_a_suspended_request_pins_its_adapter(engine: Engine) -> None:
     engine.attach("one", adapter(1))
-    running = [engine.submit(Job(PROMPT, 100)) for _ in range(WORKSPACE.lanes)]
-    waiting = engine.submit(Job(PROMPT, 100, "one"))
-    waiting.cancel()
-    list(waiting.tokens())
-    assert waiting.produced == 0
-    assert engine.detach("one") > 0
+    with ew.lasting(engine):
+        running = [engine.submit(Job(PROMPT, 100)) for _ in range(WORKSPACE.lanes)]
+        waiting = engine.submit(Job(PROMPT, 100, "one"))
+        waiting.cancel()
+        list(waiting.tokens())
+        assert waiting.produced == 0
+        assert engine.detach("one") > 0
+        assert not any(generation.ended for generation in running)
     for generation in running:
         generation.cancel()
         list(generation.tokens())
@@ -207,13 +209,14 @@ def test_sglang_36894_an_unload_waits_for_ever_after_more_than_one_answer(
     scene: Scene, tmp_path: Path, running: bool
 ) -> None:
     with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
-        asked = start(scene, world, scene.one, n=2, max_tokens=700 if running else 4)
-        for generation in asked.generations:
-            next(generation.tokens())
-        scene.registry.revoke(scene.one.digest, deadline=0 if running else None)
-        for generation in asked.generations:
-            list(generation.tokens())
-            assert generation.finish_reason == (CANCELLED if running else LENGTH)
+        with ew.lasting(world.node.engine):
+            asked = start(scene, world, scene.one, n=2, max_tokens=700 if running else 4)
+            for generation in asked.generations:
+                next(generation.tokens())
+            scene.registry.revoke(scene.one.digest, deadline=0 if running else None)
+            for generation in asked.generations:
+                list(generation.tokens())
+                assert generation.finish_reason == (CANCELLED if running else LENGTH)
         until(lambda: bool(scene.registry.acknowledged))
         world.clean()
 

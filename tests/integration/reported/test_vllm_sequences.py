@@ -21,6 +21,7 @@ from gpu_worker.serving.sequence import EngineError
 from registry_service.domain.declaration import declaration_parse
 from registry_service.domain.digests import digest_of
 from registry_service.domain.manifest import CONFIG_PATH, DECLARATION_PATH, WEIGHT_PATH
+from tests.integration import engine_world as ew
 from tests.integration import soak_world as soak
 from tests.integration.scene_world import Scene, right, says, start
 from tests.waiting import deleted
@@ -77,10 +78,12 @@ def test_a_request_that_runs_while_its_name_moves_is_answered_by_the_one_it_bega
     with soak.node_of(scene.registry, tmp_path / "alone", adapters=2) as world:
         alone = says(start(scene, world, scene.one, max_tokens=300))
     with soak.node_of(scene.registry, tmp_path / "moved", adapters=2) as world:
-        running = start(scene, world, scene.one, max_tokens=300)
-        outputs = running.generations[0].tokens()
-        first = next(outputs)
-        assert right(scene, world, scene.two)
+        with ew.lasting(world.node.engine):
+            running = start(scene, world, scene.one, max_tokens=300)
+            outputs = running.generations[0].tokens()
+            first = next(outputs)
+            assert right(scene, world, scene.two)
+            assert not running.generations[0].ended
         assert [soak.WORDS[token] for token in (first, *outputs)] == alone
 
 
@@ -170,8 +173,9 @@ def test_a_malformed_adapter_is_refused_though_its_verdict_holds(
 def test_an_adapter_of_nan_answers_nothing_and_spoils_nobody(scene: Scene, tmp_path: Path) -> None:
     nan = malformed(scene, tensors_of(lambda t: {n: v * torch.nan for n, v in t.items()}))
     with soak.node_of(scene.registry, tmp_path, adapters=2) as world:
-        beside = start(scene, world, scene.one, max_tokens=100)
-        with pytest.raises(EngineError, match="not finite"):
-            says(start(scene, world, nan))
+        with ew.lasting(world.node.engine):
+            beside = start(scene, world, scene.one, max_tokens=100)
+            with pytest.raises(EngineError, match="not finite"):
+                says(start(scene, world, nan))
         assert says(beside)[: soak.TOKENS] == scene.cold.says[scene.one, 0]
         assert right(scene, world, scene.one, scene.base)
